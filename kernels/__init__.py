@@ -1,0 +1,1 @@
+"""Triton kernels only: no layout names, engines or policies in here."""
