@@ -1,0 +1,96 @@
+"""Results as text: a line a case while running, a table at the end, Markdown for the standing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bench.case_result import best_peer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+HEADER = ("case", "ours us", "best peer", "peer us", "speed-up", "of floor", "noise")
+
+
+def row_of(case: dict[str, Any]) -> tuple[str, ...]:
+    """One case's cells: our median, the best peer's, its time over ours, the floor over ours, and the noise."""
+    name = case["id"]
+    if not case["ok"]:
+        return (name, "failed", "-", "-", "-", "-", "-")
+    ours, peer, floor = case["ours"]["median_us"], best_peer(case), case.get("floor_us")
+    noise = case["ours"].get("noise")
+    return (
+        name,
+        duration(ours),
+        peer[0] if peer else "-",
+        duration(peer[1]) if peer else "-",
+        f"{peer[1] / ours:.3f}" + ("" if case.get("compared") else " (not compared)") if peer else "not compared",
+        f"{floor / ours:.1%}" if floor else "-",
+        f"{noise:.1%}" if noise is not None else "-",
+    )
+
+
+def is_loss(case: dict[str, Any]) -> bool:
+    """Whether a right peer was faster than ours by more than this case's noise."""
+    peer = best_peer(case)
+    if not case["ok"] or peer is None:
+        return False
+    return bool(peer[1] < case["ours"]["median_us"] * (1 - (case["ours"].get("noise") or 0.0)))
+
+
+def duration(value_us: float) -> str:
+    """Microseconds with about four digits."""
+    return f"{value_us:.2f}" if value_us < 100 else f"{value_us:.1f}" if value_us < 10_000 else f"{value_us:.0f}"
+
+
+def text_table(rows: Sequence[Sequence[str]], header: Sequence[str] = HEADER) -> str:
+    """Columns padded with spaces; the first is left-aligned."""
+    rows = [list(header), *map(list, rows)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i in (0, 2) else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def record_table(record: dict[str, Any]) -> str:
+    """A suite's table with its rooflines and peers above."""
+    roof = "  ".join(f"{name} {value}" for name, value in record["rooflines"].items() if value)
+    absent = [f"{name} ({peer['reason']})" for name, peer in record.get("peers", {}).items() if not peer["available"]]
+    lines = [f"{record['suite']}: {record['env'].get('gpu') or 'CPU'}, source {record['source_id']}"]
+    if roof:
+        lines.append(roof)
+    if absent:
+        lines.append("absent: " + "; ".join(absent))
+    lines.append(text_table([row_of(case) for case in record["cases"]]))
+    return "\n".join(lines + [f"  {text}" for text in failures_of(record)])
+
+
+def failures_of(record: dict[str, Any]) -> list[str]:
+    """A line for each candidate that failed: ours, then the peers."""
+    ours = [f"{case['id']}: ours failed: {case['error']}" for case in record["cases"] if not case["ok"]]
+    peers = [
+        f"{case['id']}: {name} failed: {peer['error']}"
+        for case in record["cases"]
+        for name, peer in case["peers"].items()
+        if not peer.get("ok")
+    ]
+    return ours + peers
+
+
+def case_line(case: dict[str, Any]) -> str:
+    """One case on one line, while a run goes on."""
+    name, ours, peer, peer_us, ratio, share, _ = row_of(case)
+    if not case["ok"]:
+        return f"{name:34} FAILED {case.get('error', '')}"
+    compared = f"{peer} {peer_us} us ({ratio}x)" if peer != "-" else ratio
+    return f"{name:34} {ours:>9} us  {compared:38} {share} of floor"
+
+
+def bar(done: int, total: int, width: int = 20) -> str:
+    """A progress bar."""
+    filled = width * done // max(total, 1)
+    return f"[{'#' * filled}{'.' * (width - filled)}] {done}/{total}"

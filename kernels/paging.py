@@ -1,0 +1,89 @@
+"""From tokens of a sequence to rows of a paged cache: block ids read ahead, checked, and counted when they are bad."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_block_ids(
+    table_row_ptr, token, num_entries, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SCALAR: tl.constexpr
+):
+    """Block ids of tokens [token, + TILE), as a tuple: one scalar a block if SCALAR, else one vector [TILE].
+
+    Entries at or past `num_entries` are not read and come out as -1. SCALAR needs blocks of a power of two and a token
+    that is a multiple of TILE. Callers read the ids of the *next* tile and carry them: a load whose address comes from
+    another load of the same iteration halves the depth of Triton's pipeline (282 against 251 us in one H200 case).
+    """
+    if SCALAR:
+        entry = token // BLOCK_SIZE
+        ids = (tl.load(table_row_ptr + entry, mask=entry < num_entries, other=-1),)
+        for i in tl.static_range(1, (TILE + BLOCK_SIZE - 1) // BLOCK_SIZE):
+            ids = ids + (tl.load(table_row_ptr + entry + i, mask=entry + i < num_entries, other=-1),)  # noqa: RUF005
+        return ids
+    else:
+        entries = (token + tl.arange(0, TILE)) // BLOCK_SIZE
+        return (tl.load(table_row_ptr + entries, mask=entries < num_entries, other=-1),)
+
+
+@triton.jit
+def block_of_token(n, ids, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SCALAR: tl.constexpr):
+    """The block id of each token n = arange(0, TILE) of the tile that `ids` were read for."""
+    if SCALAR:
+        block = ids[0] + tl.zeros_like(n)
+        for i in tl.static_range(1, (TILE + BLOCK_SIZE - 1) // BLOCK_SIZE):
+            block = tl.where(n >= i * BLOCK_SIZE, ids[i], block)
+        return block
+    else:
+        return ids[0]
+
+
+@triton.jit
+def position_in_block(start, n, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SCALAR: tl.constexpr):
+    """Where token start + n stands in its block; the same for every tile if whole blocks fill a tile."""
+    if SCALAR:
+        if BLOCK_SIZE <= TILE:
+            return n % BLOCK_SIZE
+        else:
+            return start % BLOCK_SIZE + n
+    else:
+        return (start + n) % BLOCK_SIZE
+
+
+@triton.jit
+def cache_offset(block, position, STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Elements from a head's first channel in block 0 to channel 0 at (block, position): 64-bit for the block only."""
+    if BLOCK_SIZE * STRIDE_TOKEN >= 2**31:  # tokens outside blocks: no page lies in one piece
+        inside = position.to(tl.int64) * STRIDE_TOKEN
+    else:
+        inside = position * STRIDE_TOKEN
+    return block.to(tl.int64) * STRIDE_BLOCK + inside
+
+
+@triton.jit
+def is_usable(block, bound):
+    """0 <= block < bound, in one comparison."""
+    return block.to(tl.uint32, bitcast=True) < bound.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def largest_id(largest, ids, NUM: tl.constexpr):
+    """Running maximum over the ids of all tiles: a scalar, or [TILE] where ids are vectors. Cheap to carry."""
+    for i in tl.static_range(NUM):
+        largest = tl.maximum(largest, ids[i])
+    return largest
+
+
+@triton.jit
+def count_bad_blocks(control_ptr, table_row_ptr, row, first_entry, end_entry, bound):
+    """Count the entries of one table row that lie at or past the bound, and record the first if nothing was before.
+
+    The control block: word 1 the number of errors, 2 the first one's kind (1: a block id read by attention), 3 its row
+    of the block table, 4 its value.
+    """
+    for entry in range(first_entry, end_entry):
+        block = tl.load(table_row_ptr + entry)
+        if block >= bound:
+            tl.atomic_add(control_ptr + 1, 1)
+            if tl.atomic_cas(control_ptr + 2, 0, 1) == 0:
+                tl.store(control_ptr + 3, row.to(tl.int32))
+                tl.store(control_ptr + 4, block)

@@ -1,0 +1,427 @@
+"""The tables of `paged_attention` cases that CPU, interpreter, compile and GPU tests share, and the tensors of a case."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from tests.write_cases import layer_by_hand
+from triton_kv.attention import decode_launches, prefill_launches
+from triton_kv.layer import LayerCache, LayerOperands
+from triton_kv.metadata import AttentionMetadata
+
+if TYPE_CHECKING:
+    from triton_kv.choices import Hardware
+    from triton_kv.launch import Launch
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+GARBAGE = 2147480000  # table entries that nothing may read
+NEGATIVE, OVER = "negative", "over"  # kinds of a bad table entry
+
+# Attention of unit-variance values: absolute errors, a few roundings of the dtype.
+TOLERANCE = {torch.float64: 1e-9, F32: 2e-5, F16: 3e-3, BF16: 2e-2}
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One batch: `lengths[i]` is the context of sequence i, of which the last `queries[i]` tokens ask."""
+
+    name: str
+    lengths: tuple[int, ...]
+    queries: tuple[int, ...] | None = None  # None: decode, one each
+    num_kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 32
+    v_head_dim: int = 32
+    block_size: int = 16
+    dtype: torch.dtype = F32
+    layout: str = "LTBNHD"  # or "pair", "pair_interleaved", "pair_head_major", "pair_padded": two plain tensors
+    causal: bool = True
+    padding_tokens: int = 0  # query tokens past the last sequence
+    bad_entries: tuple[tuple[int, int, str], ...] = ()  # (sequence, entry, NEGATIVE or OVER)
+    table_rows: bool = False  # the table has more rows than sequences, in another order
+    num_sms: int = 4  # of the interpreter's hardware
+    scale: float | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        return (1,) * len(self.lengths) if self.queries is None else self.queries
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens) + self.padding_tokens
+
+    @property
+    def num_query_heads(self) -> int:
+        return self.num_kv_heads * self.group
+
+    @property
+    def num_blocks(self) -> int:
+        """Committed blocks: what the sequences need, and some that nobody uses."""
+        return sum(-(-length // self.block_size) for length in self.lengths) + 3
+
+    @property
+    def capacity(self) -> int:
+        return self.num_blocks + 2
+
+
+def decode(name: str, *lengths: int, **fields) -> AttentionCase:
+    return AttentionCase(name, lengths, **fields)
+
+
+def varlen(name: str, *pairs: tuple[int, int], **fields) -> AttentionCase:
+    """A case from (query tokens, context) pairs."""
+    return AttentionCase(name, tuple(length for _, length in pairs), tuple(query for query, _ in pairs), **fields)
+
+
+DECODE_CASES = (
+    decode("one", 1),
+    decode("one_long", 300, num_kv_heads=1),
+    decode("skew", 400, 3, 17, 1, 64, num_kv_heads=1),
+    decode("empty_rows", 0, 33, 0, 0, 70, 0),
+    decode("all_empty", 0, 0, 0),
+    decode("f16", 90, 5, 64, dtype=F16),
+    decode("group_1", 50, 20, group=1),
+    decode("group_3", 50, 20, 0, group=3, num_kv_heads=3, head_dim=16, v_head_dim=16),
+    decode("group_7", 50, 20, group=7, num_kv_heads=1),
+    decode("group_8", 50, 20, group=8, num_kv_heads=1, dtype=F16),
+    decode("group_16", 50, 20, group=16, num_kv_heads=1),
+    decode("group_40", 50, 20, group=40, num_kv_heads=1, head_dim=16, v_head_dim=16),
+    decode("group_71_f16", 80, 20, group=71, num_kv_heads=1, head_dim=16, v_head_dim=16, dtype=F16),
+    decode("block_1", 40, 3, block_size=1),
+    decode("block_2", 41, 3, block_size=2, num_kv_heads=1),
+    decode("block_12", 100, 24, 25, block_size=12),
+    decode("block_48", 100, 48, 49, block_size=48),
+    decode("block_64", 200, 64, 65, block_size=64),
+    decode("block_256", 300, 7, block_size=256, num_kv_heads=1),
+    decode("block_544", 600, 7, block_size=544, num_kv_heads=1),
+    decode("dim_80", 70, 9, head_dim=80, v_head_dim=80),
+    decode("dim_96_f16", 70, 9, head_dim=96, v_head_dim=96, dtype=F16),
+    decode("dim_112", 70, 9, head_dim=112, v_head_dim=112, num_kv_heads=1),
+    decode("dim_120", 40, 9, head_dim=120, v_head_dim=120, num_kv_heads=1),
+    decode("dim_192", 40, 9, head_dim=192, v_head_dim=192, num_kv_heads=1),
+    decode("dim_256", 40, 9, head_dim=256, v_head_dim=256, num_kv_heads=1),
+    decode("v_dim_differs", 70, 9, head_dim=48, v_head_dim=16, layout="LBTNHD"),
+    decode("kv_in_block", 70, 9, layout="LBTNHD"),
+    decode("head_before_token", 70, 9, layout="LBTHND"),
+    decode("kv_outermost", 70, 9, layout="TLBNHD"),
+    decode("block_outermost", 70, 9, layout="BLTNHD"),
+    decode("kv_interleaved", 70, 9, layout="LBNHTD"),
+    decode("head_segments", 70, 9, layout="LHBNTD"),
+    decode("head_outermost_in_block", 70, 9, layout="BHLNTD"),
+    decode("tokens_outside_blocks", 70, 9, layout="LNTBHD"),
+    decode("pair", 70, 9, layout="pair"),
+    decode("pair_interleaved", 70, 9, layout="pair_interleaved"),
+    decode("pair_head_major", 70, 9, layout="pair_head_major"),
+    decode("pair_padded", 70, 9, layout="pair_padded", block_size=12),
+    decode("negative_ids", 70, 33, 16, bad_entries=((0, 0, NEGATIVE), (0, 3, NEGATIVE), (2, 0, NEGATIVE))),
+    decode("over_watermark", 70, 33, 16, bad_entries=((0, 1, OVER), (0, 4, OVER), (2, 0, OVER), (1, 0, NEGATIVE))),
+    decode("over_watermark_block_12", 70, 33, 12, block_size=12, bad_entries=((0, 1, OVER), (2, 0, OVER))),
+    decode("over_watermark_block_64", 300, 33, block_size=64, bad_entries=((0, 1, OVER), (0, 4, OVER), (1, 0, OVER))),
+    decode("pair_past_end", 70, 16, layout="pair", bad_entries=((0, 1, OVER), (1, 0, OVER))),
+    decode("table_rows", 70, 0, 33, 20, table_rows=True),
+    decode("table_rows_bad", 70, 0, 33, table_rows=True, bad_entries=((2, 1, OVER),)),
+    decode("many_chunks", 500, 100, 0, 64, num_kv_heads=1, num_sms=16, head_dim=16, v_head_dim=16),
+    decode("many_seqs", *(i * 7 % 40 for i in range(70)), num_kv_heads=1, head_dim=16, v_head_dim=16),
+    decode("scale", 70, 9, scale=0.7),
+)
+
+VARLEN_CASES = (
+    varlen("one_token", (1, 1)),
+    varlen("fresh", (40, 40), (7, 7)),
+    varlen("context", (5, 70), (20, 90)),
+    varlen("mixed", (1, 70), (33, 33), (1, 5), (9, 60)),
+    varlen("empty_sequences", (0, 0), (9, 20), (0, 50), (3, 0), (2, 1), (0, 0)),
+    varlen("padding_tokens", (9, 20), (3, 3), padding_tokens=5),
+    varlen("padding_only", (0, 0), padding_tokens=4),
+    varlen("non_causal", (9, 40), (33, 33), causal=False),
+    varlen("f16", (40, 90), (3, 3), dtype=F16),
+    varlen("group_1", (40, 50), group=1),
+    varlen("group_3", (25, 50), (1, 9), group=3, num_kv_heads=3, head_dim=16, v_head_dim=16),
+    varlen("group_7", (25, 50), (1, 9), group=7, num_kv_heads=1),
+    varlen("group_8", (25, 50), group=8, num_kv_heads=1, dtype=F16),
+    varlen("group_16", (5, 50), group=16, num_kv_heads=1),
+    varlen("group_71", (3, 50), group=71, num_kv_heads=1, head_dim=16, v_head_dim=16, dtype=F16),
+    varlen("few_queries", (4, 50), (2, 2), (1, 30), group=4, num_kv_heads=1),
+    varlen("block_1", (9, 20), block_size=1),
+    varlen("block_12", (9, 100), (3, 12), block_size=12),
+    varlen("block_48", (9, 100), (3, 12), block_size=48),
+    varlen("block_64", (9, 200), (3, 64), block_size=64),
+    varlen("dim_80", (9, 70), head_dim=80, v_head_dim=80, num_kv_heads=1),
+    varlen("dim_96_f16", (9, 70), head_dim=96, v_head_dim=96, num_kv_heads=1, dtype=F16),
+    varlen("dim_256", (9, 40), head_dim=256, v_head_dim=256, num_kv_heads=1),
+    varlen("v_dim_differs", (9, 70), head_dim=48, v_head_dim=16, layout="LBTNHD"),
+    varlen("kv_interleaved", (9, 70), layout="LBNHTD"),
+    varlen("head_segments", (9, 70), layout="LHBNTD"),
+    varlen("pair_padded", (9, 70), layout="pair_padded"),
+    varlen("negative_ids", (9, 70), (5, 33), bad_entries=((0, 0, NEGATIVE), (0, 3, NEGATIVE), (1, 1, NEGATIVE))),
+    varlen("over_watermark", (40, 70), (5, 33), (0, 20), bad_entries=((0, 1, OVER), (0, 4, OVER), (1, 0, OVER))),
+    varlen("over_unasked", (0, 20), (5, 33), bad_entries=((0, 1, OVER),)),
+    varlen("over_watermark_block_12", (9, 70), block_size=12, bad_entries=((0, 5, OVER),)),
+    varlen("pair_past_end", (9, 70), layout="pair", bad_entries=((0, 1, OVER),)),
+    varlen("table_rows", (9, 70), (0, 0), (5, 33), table_rows=True),
+    varlen("many_seqs", *((i % 3, 5 + i * 7 % 40) for i in range(70)), num_kv_heads=1, head_dim=16, v_head_dim=16),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionTensors:
+    """A case's tensors. Every slot that nobody may read is NaN, every table entry that nobody may read is garbage."""
+
+    case: AttentionCase
+    q: torch.Tensor
+    layer: LayerCache | tuple[torch.Tensor, torch.Tensor]
+    metadata: AttentionMetadata
+    keys: list[torch.Tensor]  # of each sequence: [length, num_kv_heads, head_dim]
+    values: list[torch.Tensor]
+    bad: list[tuple[int, int]]  # (row of the table, id) of each entry past the bound that a query needs
+
+    def out(self) -> torch.Tensor:
+        """Poisoned, so that a row left out is found."""
+        shape = (*self.q.shape[:2], self.case.v_head_dim)
+        return torch.full(shape, torch.nan, dtype=self.q.dtype, device=self.q.device)
+
+    def usable(self, sequence: int) -> list[int]:
+        """Positions of the tokens whose table entries are good."""
+        skipped = {entry for index, entry, _ in self.case.bad_entries if index == sequence}
+        return [i for i in range(self.case.lengths[sequence]) if i // self.case.block_size not in skipped]
+
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) in float64 on the CPU, token by token and head by head."""
+        case = self.case
+        out = torch.zeros(case.num_tokens, case.num_query_heads, case.v_head_dim, dtype=torch.float64)
+        lse = torch.full((case.num_tokens, case.num_query_heads), -torch.inf, dtype=torch.float64)
+        q = self.q.cpu().double()
+        scale = case.head_dim**-0.5 if case.scale is None else case.scale
+        token = 0
+        for sequence, (length, num_queries) in enumerate(zip(case.lengths, case.query_lens)):
+            usable = self.usable(sequence)
+            keys, values = self.keys[sequence].cpu().double(), self.values[sequence].cpu().double()
+            for i in range(num_queries):
+                seen = [j for j in usable if not case.causal or j <= length - num_queries + i]
+                if seen:
+                    for head in range(case.num_query_heads):
+                        scores = keys[seen, head // case.group] @ q[token, head] * scale
+                        lse[token, head] = torch.logsumexp(scores, 0)
+                        out[token, head] = torch.softmax(scores, 0) @ values[seen, head // case.group]
+                token += 1
+        return out, lse
+
+
+def make_tensors(case: AttentionCase, device: torch.device | str = "cpu", seed: int = 0) -> AttentionTensors:
+    """Random queries, keys and values in blocks in random order, among poison."""
+    random = torch.Generator().manual_seed(seed)
+    k_view, v_view, layer = _poisoned_cache(case, device)
+    bound = case.num_blocks if isinstance(layer, LayerCache) else case.capacity
+    num_seqs = len(case.lengths)
+    needs = [-(-length // case.block_size) for length in case.lengths]
+    # Table entries past the need, and the columns between rows, are never read.
+    num_rows = num_seqs + 4 if case.table_rows else num_seqs
+    rows = (torch.randperm(num_rows, generator=random) if case.table_rows else torch.arange(num_rows))[:num_seqs]
+    table = torch.full((num_rows, max(needs, default=0) + 3), GARBAGE, dtype=torch.int32)
+    order = torch.randperm(case.num_blocks, generator=random).tolist()
+    unusable = {(sequence, entry): kind for sequence, entry, kind in case.bad_entries}
+    keys, values, bad = [], [], []
+    for sequence, (length, need) in enumerate(zip(case.lengths, needs)):
+        k = torch.randn(length, case.num_kv_heads, case.head_dim, generator=random).to(case.dtype)
+        v = torch.randn(length, case.num_kv_heads, case.v_head_dim, generator=random).to(case.dtype)
+        keys.append(k)
+        values.append(v)
+        for entry in range(need):
+            block = order.pop()
+            tokens = slice(entry * case.block_size, min((entry + 1) * case.block_size, length))
+            kind = unusable.get((sequence, entry))
+            if kind is None:
+                k_view[block, : tokens.stop - tokens.start] = k[tokens].to(device)
+                v_view[block, : tokens.stop - tokens.start] = v[tokens].to(device)
+            else:
+                block = -1 - 1000 * entry if kind == NEGATIVE else bound + entry % 2 * 1_000_000_000
+                if kind == OVER and case.query_lens[sequence]:
+                    bad.append((int(rows[sequence]), block))
+            table[rows[sequence], entry] = block
+    starts = torch.tensor([0, *case.query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    metadata = AttentionMetadata(
+        block_table=table.to(device)[:, : max(needs, default=0) + 1],
+        seq_lens=torch.tensor(case.lengths, dtype=torch.int32, device=device),
+        slot_mapping=torch.full((case.num_tokens,), -1, dtype=torch.int64, device=device),
+        num_tokens=case.num_tokens,
+        num_seqs=num_seqs,
+        max_query_len=max((1, *case.query_lens)),
+        query_start_loc=None if case.queries is None else starts.to(device),
+        table_rows=rows.to(torch.int32).to(device) if case.table_rows else None,
+    )
+    # Queries are a slice of a fused qkv tensor.
+    qkv = torch.randn(case.num_tokens, case.num_query_heads + 2, case.head_dim, generator=random).to(case.dtype)
+    return AttentionTensors(case, qkv.to(device)[:, : case.num_query_heads], layer, metadata, keys, values, bad)
+
+
+def _poisoned_cache(
+    case: AttentionCase, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor, LayerCache | tuple[torch.Tensor, torch.Tensor]]:
+    if not case.layout.startswith("pair"):
+        layer = layer_by_hand(case, device)  # type: ignore[arg-type]
+        layer.flat.fill_(torch.nan)
+        return layer.k, layer.v, layer
+    blocks, size, heads, dim = case.capacity, case.block_size, case.num_kv_heads, case.head_dim
+
+    def poison(*shape: int) -> torch.Tensor:
+        return torch.full(shape, torch.nan, dtype=case.dtype, device=device)
+
+    if case.layout == "pair_interleaved":  # the block stride is twice a block
+        both = poison(blocks, 2, size, heads, dim)
+        k, v = both[:, 0], both[:, 1]
+    elif case.layout == "pair_head_major":
+        k, v = (poison(blocks, heads, size, dim).transpose(1, 2) for _ in range(2))
+    elif case.layout == "pair_padded":  # pages, tokens and heads stand apart, differently in K and V
+        k = poison(blocks, size + 1, heads + 1, dim + 8)[:, :size, :heads, :dim]
+        v = poison(blocks, size + 2, heads + 2, case.v_head_dim + 16)[:, :size, :heads, : case.v_head_dim]
+    else:
+        k, v = poison(blocks, size, heads, dim), poison(blocks, size, heads, case.v_head_dim)
+    return k, v, (k, v)
+
+
+def assert_attention(tensors: AttentionTensors, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """out and lse equal the naive float64 loop's, and bad table entries were counted, each once."""
+    expected_out, expected_lse = tensors.expected()
+    tolerance = TOLERANCE[out.dtype]
+    torch.testing.assert_close(out.cpu().double(), expected_out, rtol=tolerance, atol=tolerance)
+    lse_tolerance = tolerance if out.dtype in (torch.float64, F32) else 1e-3  # the LSE is never rounded to 16 bits
+    torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=max(lse_tolerance, 1e-6), atol=lse_tolerance)
+    if isinstance(tensors.layer, LayerCache):
+        control = tensors.layer.control.tolist()
+        assert control[:2] == [tensors.case.num_blocks, len(tensors.bad)]
+        if tensors.bad:
+            assert control[2] == 1
+            assert (control[3], control[4]) in tensors.bad
+        else:
+            assert control[2:] == [0] * 6
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Shapes over which the choosers are exercised and every launch is compiled ahead of time."""
+
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    v_head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    has_control: bool = True
+    has_lse: bool = False
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        extras = "" if self.has_control else "-plain"
+        extras += "-lse" if self.has_lse else ""
+        return f"{self.num_kv_heads}x{self.group}-d{self.head_dim}-{self.v_head_dim}-b{self.block_size}-{dtype}{extras}"
+
+
+SHAPES = (
+    AttentionShape(8, 4, 128, 128, 16, BF16),
+    AttentionShape(8, 4, 128, 128, 16, BF16, has_control=False),
+    AttentionShape(8, 4, 128, 128, 16, F16, has_lse=True),
+    AttentionShape(8, 4, 128, 128, 16, F32),
+    AttentionShape(8, 4, 128, 128, 64, BF16),
+    AttentionShape(8, 4, 128, 128, 256, BF16, has_lse=True),
+    AttentionShape(8, 4, 128, 128, 12, BF16),
+    AttentionShape(8, 4, 128, 128, 1, F16),
+    AttentionShape(8, 4, 128, 128, 544, BF16),
+    AttentionShape(3, 3, 64, 64, 16, F32),
+    AttentionShape(3, 3, 64, 64, 16, BF16),
+    AttentionShape(4, 7, 128, 128, 16, BF16),
+    AttentionShape(32, 1, 128, 128, 16, F16),
+    AttentionShape(32, 1, 80, 80, 16, BF16),
+    AttentionShape(8, 8, 96, 96, 16, BF16),
+    AttentionShape(8, 8, 112, 112, 32, F16),
+    AttentionShape(8, 8, 120, 120, 16, BF16),
+    AttentionShape(2, 16, 64, 64, 16, BF16),
+    AttentionShape(8, 4, 192, 128, 16, BF16),
+    AttentionShape(4, 4, 256, 256, 16, BF16, has_lse=True),
+    AttentionShape(4, 4, 256, 256, 12, F16),
+    AttentionShape(4, 4, 256, 256, 16, F32, has_lse=True),
+    AttentionShape(8, 4, 32, 32, 16, F16),
+    AttentionShape(8, 4, 16, 16, 16, BF16),
+    AttentionShape(1, 32, 128, 128, 16, BF16),
+    AttentionShape(1, 71, 64, 64, 16, BF16),
+    AttentionShape(1, 128, 128, 128, 16, BF16),
+    AttentionShape(1, 128, 256, 256, 48, BF16),
+    AttentionShape(1, 128, 128, 128, 12, F32),
+)
+
+NUM_SEQS = (1, 16, 64, 256, 2000)
+QUERY_LENS = (1, 4, 16, 512)
+
+
+def shape_operands(shape: AttentionShape, num_blocks: int = 1000) -> LayerOperands:
+    """A K/V split layer on the meta device."""
+    size, heads, dim, v_dim = shape.block_size, shape.num_kv_heads, shape.head_dim, shape.v_head_dim
+    meta = {"dtype": shape.dtype, "device": "meta"}
+    flat = torch.empty(num_blocks * size * heads * (dim + v_dim), **meta)
+    return LayerOperands(
+        k_cache=flat,
+        v_cache=None,
+        v_offset=num_blocks * size * heads * dim,
+        control=torch.empty(8, dtype=torch.int32, device="meta") if shape.has_control else None,
+        num_blocks=num_blocks,
+        block_size=size,
+        num_kv_heads=heads,
+        head_dim=dim,
+        v_head_dim=v_dim,
+        k_strides=(size * heads * dim, heads * dim, dim),
+        v_strides=(size * heads * v_dim, heads * v_dim, v_dim),
+    )
+
+
+def shape_launches(shape: AttentionShape, hardware: Hardware, *, every: bool = True) -> dict[str, Launch]:
+    """Every launch that differs in more than its grid, by name; `every=False` leaves only the most common batch sizes."""
+    operands = shape_operands(shape)
+    meta = {"device": "meta"}
+    num_heads = shape.num_kv_heads * shape.group
+    launches: dict[str, Launch] = {}
+    seen = set()
+
+    def keep(name: str, launch: Launch) -> None:
+        constants = tuple(sorted((k, v) for k, v in launch.arguments.items() if k.isupper()))
+        key = (launch.kernel.__name__, constants, launch.num_warps, launch.num_stages)
+        if key not in seen:
+            seen.add(key)
+            launches[name] = replace(launch)
+
+    def tensors(num_tokens: int, num_seqs: int):
+        q = torch.empty(num_tokens, num_heads, shape.head_dim, dtype=shape.dtype, **meta)
+        out = torch.empty(num_tokens, num_heads, shape.v_head_dim, dtype=shape.dtype, **meta)
+        lse = torch.empty(num_tokens, num_heads, **meta) if shape.has_lse else None
+        table = torch.empty(num_seqs, 512, dtype=torch.int32, **meta)
+        return q, table, torch.empty(num_seqs, dtype=torch.int32, **meta), out, lse
+
+    for num_seqs in NUM_SEQS if every else (1, 64):
+        q, table, seq_lens, out, lse = tensors(num_seqs, num_seqs)
+        pair = decode_launches(q, operands, table, seq_lens, None, out, lse, scale=0.1, hardware=hardware)
+        for part, launch in zip(("decode", "join"), pair):
+            keep(f"{part}-{num_seqs}", launch)
+    for num_seqs in (4, 2000) if every else (4,):
+        for query_len in QUERY_LENS if every else (512,):
+            q, table, seq_lens, out, lse = tensors(num_seqs * query_len, num_seqs)
+            starts = torch.empty(num_seqs + 1, dtype=torch.int32, **meta)
+            (launch,) = prefill_launches(
+                q,
+                operands,
+                table,
+                seq_lens,
+                starts,
+                None,
+                out,
+                lse,
+                scale=0.1,
+                causal=True,
+                max_query_len=query_len,
+                hardware=hardware,
+            )
+            keep(f"prefill-{num_seqs}-{query_len}", launch)
+    return launches

@@ -1,0 +1,232 @@
+"""Records: the schema, comparing two, the pages and pictures made of them."""
+
+import copy
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+from bench.__main__ import main
+from bench.compare import compare
+from bench.plots import save_plots
+from bench.record import BadRecordError, problems_of, put_case, read_record, write_record
+from bench.report import html_report
+from bench.standing import BEGIN, END, write_standing
+
+
+def times(median):
+    return {"ok": True, "median_us": median, "p20_us": median * 0.99, "p80_us": median * 1.01, "samples": 24}
+
+
+def decode_case(length, ours, fa3, ok=True):
+    case = {
+        "id": f"decode/B16-L{length}",
+        "ok": ok,
+        "ours": {**times(ours), "noise": 0.004, "gbps": 4000.0, "again_us": ours, "settings": "<planned>"},
+        "peers": {
+            "fa3": {**times(fa3), "gbps": 3900.0},
+            "flashinfer": {"ok": False, "error": "RuntimeError: <no> module"},
+        },
+        "compared": True,
+        "bytes": 1,
+        "flops": 1,
+        "floor_us": ours * 0.9,
+        "parameters": {
+            "num_seqs": 16,
+            "max_seq_len": length,
+            "context": 16 * length,
+            "num_query_heads": 32,
+            "num_kv_heads": 8,
+            "head_dim": 128,
+            "block_size": 16,
+            "layout": "LTBNHD",
+            "warm": False,
+        },
+    }
+    if not ok:
+        case["error"] = "WrongResultError: row 3"
+    return case
+
+
+def make_record(cases):
+    return {
+        "suite": "decode",
+        "source_id": "0123456789abcdef",
+        "env": {"gpu": "NVIDIA H200", "command": "python -m bench run decode", "started": "2026-01-02T03:04:05Z"},
+        "rooflines": {"read_gbps": 4500.0, "write_gbps": 4600.0, "copy_gbps": 4300.0, "matmul_tflops": 780.0},
+        "peers": {"fa3": {"available": True, "version": "1"}, "sglang": {"available": False, "reason": "<absent>"}},
+        "cases": cases,
+    }
+
+
+@pytest.fixture
+def record():
+    return make_record([decode_case(n, n / 10, n / 11 if n == 2048 else n / 9) for n in (512, 1024, 2048, 4096)])
+
+
+def without(*path):
+    def change(record):
+        *parents, last = path
+        for key in parents:
+            record = record[key]
+        del record[last]
+
+    return change
+
+
+def setting(value, *path):
+    def change(record):
+        *parents, last = path
+        for key in parents:
+            record = record[key]
+        record[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        pytest.param(without("rooflines", "copy_gbps"), "rooflines.copy_gbps", id="roofline"),
+        pytest.param(without("env"), "env is missing", id="env"),
+        pytest.param(setting("xyz", "source_id"), "source_id", id="source-id"),
+        pytest.param(without("cases", 0, "ours", "p20_us"), "ours.p20_us", id="percentile"),
+        pytest.param(setting(1e9, "cases", 0, "ours", "p20_us"), "out of order", id="percentile-order"),
+        pytest.param(setting("prefill/x", "cases", 0, "id"), "does not start with decode/", id="id"),
+        pytest.param(setting("decode/B16-L1024", "cases", 0, "id"), "occurs twice", id="twice"),
+        pytest.param(setting(False, "cases", 0, "ok"), "failed without an error", id="failed-without-text"),
+        pytest.param(without("cases", 0, "peers", "flashinfer", "error"), "peer flashinfer failed", id="peer-failed"),
+        pytest.param(without("cases", 0, "floor_us"), "floor_us", id="floor"),
+    ],
+)
+def test_schema(record, change, text):
+    assert problems_of(record) == []
+    change(record)
+    assert text in "; ".join(problems_of(record))
+
+
+def test_write_and_read(tmp_path, record):
+    path = tmp_path / "a" / "decode.json"
+    write_record(record, path)
+    assert read_record(path) == record
+    assert [p.name for p in path.parent.iterdir()] == ["decode.json"]
+    path.write_text("{")
+    with pytest.raises(BadRecordError, match=r"decode\.json"):
+        read_record(path)
+
+
+def test_put_case_replaces(record):
+    put_case(record, decode_case(512, 7.0, 8.0))
+    assert len(record["cases"]) == 4
+    assert record["cases"][0]["ours"]["median_us"] == 7.0
+
+
+def slow_down(case):
+    for name in ("median_us", "p20_us", "p80_us"):
+        case["ours"][name] *= 1.05
+
+
+def slower_card(record):
+    """Everything 5% slower, the card too."""
+    for case in record["cases"]:
+        slow_down(case)
+        case["floor_us"] *= 1.05
+
+
+def slower_code(record):
+    slow_down(record["cases"][1])
+
+
+def failing(record):
+    record["cases"][1] |= {"ok": False, "error": "wrong"}
+
+
+def shorter(record):
+    del record["cases"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "good"),
+    [
+        pytest.param(lambda record: None, True, id="same"),
+        pytest.param(slower_card, True, id="slower-card"),
+        pytest.param(slower_code, False, id="slower-code"),
+        pytest.param(failing, False, id="fails-now"),
+        pytest.param(shorter, False, id="case-gone"),
+    ],
+)
+def test_compare(tmp_path, record, change, good):
+    after = copy.deepcopy(record)
+    change(after)
+    text, found = compare(record, after, fail_below=0.97)
+    assert found is good, text
+    assert compare(after, after, fail_below=0.97)[1]
+    for name, which in (("a.json", record), ("b.json", after)):
+        (tmp_path / name).write_text(json.dumps(which))
+    arguments = ["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--fail-below", "0.97"]
+    assert main(arguments) == (0 if good else 1)
+
+
+def test_compare_wants_one_suite(record):
+    with pytest.raises(BadRecordError, match="different suites"):
+        compare(record, {**record, "suite": "prefill"})
+
+
+class Page(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags, self.links = [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.links += [value for name, value in attributes if name in ("src", "href") and not value.startswith("#")]
+
+
+def test_report_is_one_page_with_losses_marked(record):
+    record["cases"].append(decode_case(8192, 1.0, 1.0, ok=False))
+    text = html_report([record])
+    page = Page()
+    page.feed(text)
+    assert page.links == []
+    assert page.tags.count("svg") >= 2
+    assert "http" not in text.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", ""
+    ).replace("https://matplotlib.org", "")
+    assert "Losses: decode/B16-L2048, decode/B16-L8192" in text
+    assert "WrongResultError: row 3" in text
+    assert "&lt;no&gt; module" in text
+    assert "&lt;absent&gt;" in text
+
+
+@pytest.mark.parametrize("kind", ["svg", "png"])
+def test_plots(tmp_path, record, kind):
+    paths = save_plots([record], tmp_path, kind)
+    assert {path.name for path in paths} == {f"decode-context.{kind}", f"decode.{kind}"}
+    assert all(path.stat().st_size > 5000 for path in paths)
+    if kind == "svg":
+        text = (tmp_path / "decode-context.svg").read_text()
+        for words in ("GB/s", "tokens a sequence", "read roofline", "ours", "fa3"):
+            assert words in text
+
+
+def test_standing_is_put_between_the_markers(tmp_path, record):
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    write_standing([record], page)
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "| decode/B16-L2048 | 204.8 | fa3 | 186.2 | **0.909** | 90.0% | 0.4% |" in text
+    write_standing([record], page)
+    assert page.read_text() == text
+    (tmp_path / "none.md").write_text("nothing")
+    with pytest.raises(KeyError):
+        write_standing([record], tmp_path / "none.md")
+
+
+def test_repository_page_has_the_markers():
+    from bench.provenance import ROOT
+
+    text = (ROOT / "bench" / "README.md").read_text()
+    assert text.index(BEGIN) < text.index(END)

@@ -1,0 +1,69 @@
+"""triton_kv: a KV cache that is reserved as address space, captured into CUDA graphs, and only then sized and extended.
+
+    cache = triton_kv.KVCache.reserve(spec, num_layers=32, block_size=16)
+    cache.extend(1)                                # what warm-up and capture touch
+    ...                                            # capture CUDA graphs
+    cache.extend(triton_kv.plan_blocks(cache))     # measured, not guessed; the graphs stay valid
+
+Importing it initialises no GPU. docs/design.md has the words, the layouts and the promises.
+"""
+
+from triton_kv.cache import CheckReport, CommittedViews, KVCache
+from triton_kv.errors import (
+    AddressSpaceExhausted,
+    Broken,
+    CaptureError,
+    Closed,
+    DriverError,
+    Forked,
+    NothingCommitted,
+    OutOfMemory,
+    TritonKVError,
+    Unavailable,
+)
+from triton_kv.extensible import ExtensibleTensor
+from triton_kv.layer import LayerCache
+from triton_kv.layout import CacheLayout
+from triton_kv.memory import FakeMemory, FaultyMemory, HostMemory, PoisonedMemory, VirtualMemory, open_memory, probe
+from triton_kv.sizing import Plan, fit_blocks, plan_blocks
+from triton_kv.spec import AttentionSpec
+from triton_kv.version import __version__
+from triton_kv.writing import write_kv, write_kv_reference
+
+__all__ = [
+    "AddressSpaceExhausted",
+    "AttentionBuffers",
+    "AttentionMetadata",
+    "AttentionSpec",
+    "Broken",
+    "CacheLayout",
+    "CaptureError",
+    "CheckReport",
+    "Closed",
+    "CommittedViews",
+    "DriverError",
+    "ExtensibleTensor",
+    "FakeMemory",
+    "FaultyMemory",
+    "Forked",
+    "HostMemory",
+    "KVCache",
+    "LayerCache",
+    "NothingCommitted",
+    "OutOfMemory",
+    "Plan",
+    "PoisonedMemory",
+    "TritonKVError",
+    "Unavailable",
+    "VirtualMemory",
+    "__version__",
+    "compile_kernels",
+    "fit_blocks",
+    "open_memory",
+    "paged_attention",
+    "paged_attention_reference",
+    "plan_blocks",
+    "probe",
+    "write_kv",
+    "write_kv_reference",
+]

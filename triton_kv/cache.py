@@ -1,0 +1,458 @@
+"""KVCache: every layer's keys and values in one reservation, committed block by block under addresses that never move."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from triton_kv.errors import (
+    Broken,
+    CaptureError,
+    Closed,
+    DriverError,
+    Forked,
+    NothingCommitted,
+    OutOfMemory,
+    attach_failures,
+)
+from triton_kv.extensible import ExtensibleTensor
+from triton_kv.layer import LayerCache, LayerOperands
+from triton_kv.layout import CacheLayout
+from triton_kv.memory import open_memory
+from triton_kv.memory.transaction import Transaction
+from triton_kv.sizing import GIB, Plan, largest_fit
+from triton_kv.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    from triton_kv.memory import VirtualMemory
+
+logger = logging.getLogger(__name__)
+
+CONTROL_WORDS = 8  # int32: watermark, error count, first error's kind, row, value, then zeros
+ERROR_KINDS = {0: "none", 1: "block id read by attention", 2: "slot written"}
+
+
+class CheckReport(NamedTuple):
+    """What kernels met outside the watermark since the cache was reserved (or since the last reset)."""
+
+    count: int  # accesses masked (reads) or dropped (writes)
+    kind: str  # of the first one
+    row: int  # its sequence (reads) or token (writes)
+    value: int  # the block id or slot
+
+    @property
+    def ok(self) -> bool:
+        return self.count == 0
+
+
+class CommittedViews(NamedTuple):
+    """Views of the committed blocks alone; their storages end with the committed bytes."""
+
+    k: torch.Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
+    v: torch.Tensor  # [num_blocks, block_size, num_kv_heads, v_head_dim]
+
+
+class KVCache:
+    """A paged KV cache: address space for `capacity` blocks, physical memory for the first `num_blocks` of them.
+
+    Made by `KVCache.reserve`. `extend` commits more blocks under the same addresses, so CUDA graphs captured before stay
+    valid; `cache[layer]` are the views that kernels read and write; `close` gives everything back. A context manager.
+    Changing calls may come from any thread, one at a time; reading counters never waits. The scheme follows vAttention
+    (Prabhu et al., 2024) and PyTorch's expandable segments, with one handle per segment and extend.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, layout: CacheLayout, buffer: ExtensibleTensor, memory: VirtualMemory
+    ) -> None:
+        self.spec = spec
+        self.layout = layout
+        self._buffer = buffer
+        self._memory = memory
+        self._num_blocks = 0
+        self._state = "open"  # "open", "closed" or "broken"
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._layers: dict[int, LayerCache] = {}
+        # A stream of its own: the watermark must not wait behind the caller's queued work, nor race with its past use of
+        # the memory that the allocator hands out.
+        self._stream = torch.cuda.Stream(memory.device) if memory.device.type == "cuda" else None
+        with torch.cuda.stream(self._stream):
+            self._control = torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=memory.device)
+        self._set_watermark(0)
+
+    @classmethod
+    def reserve(
+        cls,
+        spec: AttentionSpec,
+        *,
+        block_size: int,
+        num_layers: int,
+        capacity: int | None = None,
+        layout: str = "LTBNHD",
+        device: torch.device | str | None = None,
+        memory: VirtualMemory | None = None,
+        commit: str | None = None,
+        dense: bool = False,
+    ) -> KVCache:
+        """Reserves address space for `capacity` blocks of `block_size` tokens; takes no physical memory.
+
+        Args:
+            spec: what one layer keeps per token.
+            block_size: tokens a block.
+            num_layers: layers that share the block numbering.
+            capacity: blocks to reserve; by default what the device's total memory could hold.
+            layout: the physical order of L, T, B, N, H and D, outermost first (docs/design.md has the table).
+            device: "cuda", "cuda:1" or "cpu"; by default the current GPU, or the CPU where there is none.
+            memory: a driver of your own choice instead of the device's (`HostMemory`, `FakeMemory`, `FaultyMemory`).
+            commit: "all" commits the whole capacity at once, for engines that allocate first.
+            dense: pack segments without padding their stride to a granule (a granule may then serve two segments).
+
+        Raises `ValueError` or `TypeError` for sizes and layouts that cannot be, `Unavailable` if the device has no
+        virtual memory management, `AddressSpaceExhausted`, and with commit="all" what `extend` raises.
+        Synchronises only with commit="all".
+        """
+        if not isinstance(spec, AttentionSpec):
+            raise TypeError(f"spec must be an AttentionSpec, not {type(spec).__name__}")
+        if commit not in (None, "all"):
+            raise ValueError(f'commit must be None or "all", got {commit!r}')
+        if memory is None:
+            memory = open_memory(_default_device() if device is None else torch.device(device))
+        elif device is not None and torch.device(device).type != memory.device.type:
+            raise ValueError(f"device {device!s} and the memory's device {memory.device!s} differ; name one of them")
+        if memory.is_capturing():
+            raise CaptureError("KVCache.reserve")
+        granularity = None if dense else memory.granularity
+        if capacity is None:
+            one = CacheLayout(layout, spec, num_layers=num_layers, block_size=block_size, capacity=1)
+            capacity = max(memory.memory_info()[1] // one.block_bytes, 1)
+        geometry = CacheLayout(
+            layout, spec, num_layers=num_layers, block_size=block_size, capacity=capacity, granularity=granularity
+        )
+        buffer = ExtensibleTensor(
+            geometry.segment_capacity_bytes * geometry.num_segments,
+            num_segments=geometry.num_segments,
+            segment_stride_bytes=geometry.segment_stride_bytes,
+            memory=memory,
+        )
+        try:
+            cache = cls(spec, geometry, buffer, memory)
+            logger.debug(
+                "reserved addresses for %d blocks (%.2f GiB of address space, no memory)",
+                capacity,
+                cache.reserved_bytes / GIB,
+            )
+            if commit == "all":
+                cache.extend(capacity)
+        except BaseException:
+            buffer.free()
+            raise
+        return cache
+
+    # What the cache is.
+
+    @property
+    def capacity(self) -> int:
+        """Blocks reserved."""
+        return self.layout.capacity
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks committed."""
+        return self._num_blocks
+
+    @property
+    def num_layers(self) -> int:
+        return self.layout.num_layers
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+        return self.layout.block_size
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, without padding."""
+        return self.layout.block_bytes
+
+    @property
+    def device(self) -> torch.device:
+        return self._memory.device
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Address space, whole granules. It is not memory."""
+        return self._buffer.capacity_bytes
+
+    @property
+    def committed_bytes(self) -> int:
+        """Bytes of the committed blocks: `num_blocks * block_bytes`."""
+        return self._buffer.num_bytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Physical bytes held, whole granules; what the driver's free memory lost."""
+        return self._buffer.mapped_bytes
+
+    def mapped_bytes_at(self, num_blocks: int) -> int:
+        """The physical bytes that `num_blocks` committed blocks hold, exact and without committing anything."""
+        if not 0 <= num_blocks <= self.capacity:
+            raise ValueError(f"num_blocks must lie in 0..{self.capacity} (the capacity), got {num_blocks}")
+        return self._buffer.mapped_bytes_at(num_blocks * self.layout.segment_block_bytes)
+
+    @property
+    def control(self) -> torch.Tensor:
+        """The control block, int32 `[8]` on the device: watermark, error count, first error's kind, row and value."""
+        return self._control
+
+    def memory_info(self) -> tuple[int, int]:
+        """Free and total bytes of the cache's device, after all queued work is done (synchronises)."""
+        self._require_usable()
+        with self._memory.activate():
+            self._memory.synchronize()
+            return self._memory.memory_info()
+
+    # Growing and closing.
+
+    def extend(self, num_blocks: int | Plan) -> KVCache:
+        """Commits blocks until the cache holds `num_blocks`; every new one is zero. Returns the cache.
+
+        A number at or below `num_blocks` changes nothing. Addresses, and the contents of blocks already there, stay. The
+        host waits for the zeroing, so work launched afterwards on any stream sees it; work already queued goes on
+        meanwhile. All or nothing: after an error the cache is as it was and the call may be repeated.
+
+        Raises `ValueError` beyond the capacity or for a negative number, `TypeError` for anything but an int or a `Plan`,
+        `OutOfMemory` (asked, free and what would fit), `CaptureError` while the current stream captures, `Closed`.
+        """
+        target = num_blocks.num_blocks if isinstance(num_blocks, Plan) else num_blocks
+        if isinstance(target, bool) or not isinstance(target, int):
+            raise TypeError(f"extend takes a whole number of blocks or a Plan, not {target!r}")
+        if target < 0:
+            raise ValueError(f"extend takes a number of blocks that is not negative, got {target}")
+        if target > self.capacity:
+            raise ValueError(
+                f"extend({target}) goes beyond the capacity of {self.capacity} blocks that was reserved; "
+                "reserve a larger capacity (address space is free)"
+            )
+        with self._lock:
+            self._require_changeable("extend")
+            if target <= self._num_blocks:
+                return self
+            before, started = self._num_blocks, time.perf_counter()
+            self._commit(target)
+            logger.info(
+                "extended from %d to %d blocks: %.2f GiB committed, %.2f GiB mapped, in %.1f ms",
+                before,
+                target,
+                self.committed_bytes / GIB,
+                self.mapped_bytes / GIB,
+                (time.perf_counter() - started) * 1e3,
+            )
+        return self
+
+    def _commit(self, target: int) -> None:
+        transaction = Transaction()
+        try:
+            with self._memory.activate(), transaction:
+                self._buffer.grow_(target * self.layout.segment_block_bytes, transaction)
+                self._memory.wait()  # zeroed before the watermark moves
+                transaction.undo(self._set_watermark, self._num_blocks)
+                self._set_watermark(target)
+                self._num_blocks = target
+        except DriverError as error:
+            if not error.out_of_memory:
+                raise
+            described = self._out_of_memory(target)
+            attach_failures(described, transaction.undo_failures)
+            raise described from error
+        finally:
+            if transaction.undo_failures:
+                self._state = "broken"
+
+    def _set_watermark(self, num_blocks: int) -> None:
+        """Writes the bound that kernels read; the host waits, so whoever launches next sees it."""
+        with torch.cuda.stream(self._stream):
+            self._control[:1].fill_(num_blocks)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _out_of_memory(self, target: int) -> OutOfMemory:
+        free_bytes, _ = self._memory.memory_info()
+        would_fit = largest_fit(self.mapped_bytes_at, self.mapped_bytes + free_bytes, self.capacity)
+        return OutOfMemory(
+            self.mapped_bytes_at(target) - self.mapped_bytes,
+            free_bytes,
+            would_fit=would_fit,
+            unit="blocks",
+            detail=f"extend({target}) from {self._num_blocks} blocks",
+        )
+
+    def close(self) -> None:
+        """Gives back memory and addresses; waits for the device. Closing twice does nothing.
+
+        Views that are still alive keep their address range reserved and fault when touched.
+        """
+        with self._lock:
+            if self._state == "closed" or os.getpid() != self._pid:
+                return
+            if self._memory.is_capturing():
+                raise CaptureError("close")
+            self._state = "closed"
+            self._num_blocks = 0
+            self._layers.clear()
+            with self._memory.activate():
+                try:
+                    self._set_watermark(0)
+                finally:
+                    self._buffer.free()
+
+    def __enter__(self) -> KVCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Views.
+
+    def __getitem__(self, layer: int | str) -> LayerCache:
+        """The views of one layer, by index or by name (`"layers.3"`). Cached: the same object every time."""
+        index = self._layer_index(layer)
+        found = self._layers.get(index)
+        if found is None:
+            self._require_open()
+            found = self._layers[index] = self._make_layer(index)
+        return found
+
+    def __iter__(self) -> Iterator[LayerCache]:
+        return (self[index] for index in range(self.num_layers))
+
+    def __len__(self) -> int:
+        return self.num_layers
+
+    def _layer_index(self, layer: int | str) -> int:
+        if isinstance(layer, str):
+            prefix, _, digits = layer.rpartition(".")
+            if prefix != "layers" or not digits.isdecimal() or int(digits) >= self.num_layers:
+                raise KeyError(f"no layer {layer!r}: this cache has layers.0 to layers.{self.num_layers - 1}")
+            return int(digits)
+        if not isinstance(layer, int) or isinstance(layer, bool):
+            raise TypeError(f"a layer is named by its index or name, not by {type(layer).__name__}")
+        if not -self.num_layers <= layer < self.num_layers:
+            raise IndexError(f"no layer {layer}: this cache has {self.num_layers} layers")
+        return layer % self.num_layers
+
+    def _make_layer(self, index: int) -> LayerCache:
+        layout = self.layout
+        raw = self._buffer.view(layout.layer_base_bytes(index), layout.layer_span_bytes)
+        flat = raw.view(self.spec.dtype)
+        k, v = layout.views(flat)
+        operands = None
+        if layout.d_innermost:
+            operands = LayerOperands(
+                k_cache=flat,
+                v_cache=None,
+                v_offset=layout.v_offset,
+                control=self._control,
+                num_blocks=self.capacity,
+                block_size=layout.block_size,
+                num_kv_heads=self.spec.num_kv_heads,
+                head_dim=self.spec.head_dim,
+                v_head_dim=self.spec.value_dim,
+                k_strides=layout.k_strides[:3],
+                v_strides=layout.v_strides[:3],
+            )
+        return LayerCache(
+            name=f"layers.{index}",
+            index=index,
+            k=k,
+            v=v,
+            pair=None if layout.kv_stride is None else layout.kv_view(flat),
+            flat=flat,
+            control=self._control,
+            operands=operands,
+            layout=layout.order,
+            check_usable=self._require_committed,
+        )
+
+    def committed(self, layer: int | str) -> CommittedViews:
+        """Views of a layer's committed blocks whose storages end with the committed bytes.
+
+        Safe to print, copy, pickle or register with a transfer library, which all take the whole storage. They do not
+        grow with the cache: ask again after `extend`. Raises `ValueError` for a layout that spreads one layer's K over
+        several segments, which no single storage can hold, and `NothingCommitted`.
+        """
+        index = self._layer_index(layer)
+        self._require_committed()
+        return CommittedViews(self._committed_view(index, 0), self._committed_view(index, 1))
+
+    def _committed_view(self, index: int, kv: int) -> torch.Tensor:
+        layout = self.layout
+        block = layout.order.index("B")
+        if any(layout.order.index(letter) < block for letter in "NHD"):
+            raise ValueError(
+                f"layout {layout.order!r} spreads one layer's K over several segments, so no single storage ends with "
+                "the committed bytes. Use cache[layer] and copy the blocks you need"
+            )
+        segment, offset = layout.locate(index, kv, 0, 0, 0)
+        num_bytes = self._num_blocks * layout.segment_block_bytes - offset
+        start = segment * layout.segment_stride_bytes + offset
+        flat = self._buffer.view(start, num_bytes).view(self.spec.dtype)
+        strides = layout.v_strides if kv else layout.k_strides
+        dim = self.spec.value_dim if kv else self.spec.head_dim
+        return flat.as_strided((self._num_blocks, layout.block_size, self.spec.num_kv_heads, dim), strides)
+
+    # Watching.
+
+    def check(self, *, reset: bool = False) -> CheckReport:
+        """Reads what kernels counted outside the watermark (synchronises); `reset` clears the count afterwards."""
+        self._require_usable()
+        _, count, kind, row, value, *_ = self._control.tolist()
+        if reset:
+            self._control[1:5].zero_()
+        return CheckReport(count, ERROR_KINDS.get(kind, str(kind)), row, value)
+
+    def __repr__(self) -> str:
+        if self._state == "closed":
+            return "KVCache(closed)"
+        return (
+            f"KVCache({self._num_blocks} of {self.capacity} blocks of {self.block_size} tokens, {self.num_layers} layers, "
+            f"layout={self.layout.order!r}, mapped={self.mapped_bytes / GIB:.2f} GiB of "
+            f"{self.reserved_bytes / GIB:.2f} GiB of addresses, device={self.device})"
+        )
+
+    def _require_open(self) -> None:
+        if self._state == "closed":
+            raise Closed("the cache is closed; reserve a new one")
+        if os.getpid() != self._pid:
+            raise Forked("this KVCache")
+
+    def _require_usable(self) -> None:
+        self._require_open()
+        if self._state == "broken":
+            raise Broken(
+                "an earlier extend failed and could not be undone; close() frees what it can, then reserve anew"
+            )
+
+    def _require_committed(self) -> None:
+        if self._state != "open" or os.getpid() != self._pid:
+            self._require_usable()
+        if self._num_blocks == 0:
+            raise NothingCommitted("no block is committed yet: call extend(1) or more before using the cache")
+
+    def _require_changeable(self, operation: str) -> None:
+        self._require_usable()
+        if self._memory.is_capturing():
+            raise CaptureError(operation)
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

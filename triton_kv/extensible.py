@@ -1,0 +1,357 @@
+"""A buffer of bytes that grows without moving: equal segments in one reservation, all grown in lockstep."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+
+from triton_kv.errors import CaptureError, Closed, DriverError, Forked, OutOfMemory, attach_failures
+from triton_kv.memory import VirtualMemory, open_memory
+from triton_kv.memory.reservation import ByteRange, Reservation, granule_bytes, round_up
+from triton_kv.memory.transaction import Transaction
+
+# Zeroing is queued for this many new bytes at a time: enough that launches (about 20 us of host time each on an H200)
+# stay behind the zeroing itself (110 us), and few enough that the device starts early.
+FILL_BYTES = 512 << 20
+
+
+class ExtensibleTensor:
+    """Address space for `num_segments` equal segments, of which each has a committed prefix, all of one length.
+
+    Committed bytes are readable and writable at addresses that never change; touching others faults. Fresh bytes hold
+    anything unless zeroing is asked for. Methods ending in `_` change the committed size, from any thread; they raise
+    `CaptureError` while the current stream captures, `Closed` after `free`, `Broken` after a change whose undo failed,
+    and `Forked` in a forked child. After any other error the buffer is as it was.
+
+    Args:
+        max_num_bytes: capacity of all segments together, a multiple of `num_segments`.
+        device: None is the memory's device, or the current CUDA device where usable, else the CPU.
+        num_segments: segments, at least 1.
+        segment_stride_bytes: distance between the starts of two segments; None packs them, so that a granule may
+            straddle two of them (it is mapped once and stays while either needs it).
+        memory: a driver; None is `open_memory(device)`.
+
+    Raises:
+        ValueError, TypeError: impossible sizes.
+        Unavailable: the device cannot back reservations.
+        AddressSpaceExhausted: too little address space is left.
+    """
+
+    def __init__(
+        self,
+        max_num_bytes: int,
+        device: torch.device | str | None = None,
+        num_segments: int = 1,
+        *,
+        segment_stride_bytes: int | None = None,
+        memory: VirtualMemory | None = None,
+    ) -> None:
+        _check_int("num_segments", num_segments)
+        if num_segments < 1:
+            raise ValueError(f"num_segments must be at least 1, got {num_segments}")
+        _check_int("max_num_bytes", max_num_bytes)
+        if max_num_bytes <= 0:
+            raise ValueError(f"max_num_bytes must be positive, got {max_num_bytes}")
+        if max_num_bytes % num_segments:
+            raise ValueError(f"max_num_bytes {max_num_bytes} is not divisible by {num_segments} segments")
+        self._segment_capacity_bytes = max_num_bytes // num_segments
+        if segment_stride_bytes is None:
+            segment_stride_bytes = self._segment_capacity_bytes
+        _check_int("segment_stride_bytes", segment_stride_bytes)
+        if segment_stride_bytes < self._segment_capacity_bytes:
+            raise ValueError(
+                f"segment_stride_bytes {segment_stride_bytes} is less than the {self._segment_capacity_bytes} bytes "
+                "of a segment: segments would overlap"
+            )
+        self._num_segments = num_segments
+        self._segment_stride_bytes = segment_stride_bytes
+        if memory is None:
+            memory = open_memory(device)
+        elif device is not None and torch.device(device).type != memory.device.type:
+            raise ValueError(f"device {str(device)!r} is not the memory's device {str(memory.device)!r}")
+        self._memory = memory
+        self._span_bytes = segment_stride_bytes * (num_segments - 1) + self._segment_capacity_bytes
+        self._bytes_per_segment = 0
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._reservation = Reservation(memory, self._span_bytes)
+
+    @property
+    def memory(self) -> VirtualMemory:
+        return self._memory
+
+    @property
+    def device(self) -> torch.device:
+        return self._memory.device
+
+    @property
+    def base_ptr(self) -> int:
+        """Address of the first byte."""
+        return self._reservation.address
+
+    @property
+    def num_segments(self) -> int:
+        return self._num_segments
+
+    @property
+    def segment_capacity_bytes(self) -> int:
+        """Bytes that a segment can grow to, exactly as asked for."""
+        return self._segment_capacity_bytes
+
+    @property
+    def segment_stride_bytes(self) -> int:
+        """Bytes from the start of a segment to the start of the next."""
+        return self._segment_stride_bytes
+
+    @property
+    def bytes_per_segment(self) -> int:
+        """Committed bytes of each segment."""
+        return self._bytes_per_segment
+
+    @property
+    def num_bytes(self) -> int:
+        """Committed bytes of all segments."""
+        return self._bytes_per_segment * self._num_segments
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Physical bytes behind the buffer, in whole granules."""
+        return self._reservation.mapped_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Reserved bytes of address space, in whole granules."""
+        return self._reservation.num_bytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether `free` was called."""
+        return self._reservation.closed
+
+    @property
+    def broken(self) -> bool:
+        """Whether a change failed and its undo too: only `free` is left."""
+        return self._reservation.broken
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The committed prefix, uint8 `[num_bytes]`; its storage ends with it. For one segment only."""
+        self._check_one_segment("tensor")
+        return self.view(0, self._bytes_per_segment)
+
+    def full_view(self) -> torch.Tensor:
+        """uint8 over all segments, committed or not, `[segment_stride_bytes * (num_segments - 1) + capacity]`.
+
+        It stays valid through every resize. Touching uncommitted bytes faults, so do not print or copy the whole of it.
+        """
+        return self.view(0, self._span_bytes)
+
+    def view(self, offset_bytes: int, num_bytes: int) -> torch.Tensor:
+        """uint8 `[num_bytes]` from `offset_bytes` on, with a storage of its own that keeps the addresses reserved."""
+        self._check_usable()
+        return self._reservation.view(offset_bytes, num_bytes)
+
+    def address_of(self, segment: int, offset: int = 0) -> int:
+        """Address of a byte of a segment, committed or not."""
+        if not 0 <= segment < self._num_segments:
+            raise ValueError(f"segment {segment} of a buffer with {self._num_segments} segments")
+        if not 0 <= offset <= self._segment_capacity_bytes:
+            raise ValueError(f"offset {offset} in a segment of {self._segment_capacity_bytes} bytes")
+        return self.base_ptr + segment * self._segment_stride_bytes + offset
+
+    def mapped_bytes_at(self, bytes_per_segment: int) -> int:
+        """Physical bytes that a buffer grown to `bytes_per_segment` takes, in whole granules. Exact; maps nothing."""
+        _check_int("bytes_per_segment", bytes_per_segment)
+        if not 0 <= bytes_per_segment <= self._segment_capacity_bytes:
+            raise ValueError(
+                f"{bytes_per_segment} bytes per segment, of a capacity of {self._segment_capacity_bytes} bytes"
+            )
+        granularity = self._memory.granularity
+        if self._segment_stride_bytes % granularity == 0:
+            return self._num_segments * round_up(bytes_per_segment, granularity)
+        return granule_bytes(self._ranges(0, bytes_per_segment), granularity)
+
+    def resize_per_segment_(self, bytes_per_segment: int, zero_new: bool = False) -> ExtensibleTensor:
+        """Grow every segment to `bytes_per_segment` committed bytes; the bytes before keep their contents.
+
+        Args:
+            bytes_per_segment: at least what is committed, at most the segment's capacity.
+            zero_new: have exactly the new bytes of each segment zeroed; the host then waits for the zeroing, so work
+                launched afterwards on any stream sees zeros. Without it nothing is waited for.
+
+        Raises:
+            ValueError: smaller than now (grow-only), or beyond the capacity.
+            OutOfMemory: with what was asked, what is free and what would fit.
+        """
+        self._check_usable()
+        with self._lock:
+            self._check_growth(bytes_per_segment)
+            try:
+                with Transaction() as transaction:
+                    self.grow_(bytes_per_segment, transaction, zero_new)
+                    if zero_new:
+                        self._memory.wait()
+            except DriverError as error:
+                if not error.out_of_memory:
+                    raise
+                raise self._out_of_memory(bytes_per_segment, error) from error
+        return self
+
+    def grow_(self, bytes_per_segment: int, transaction: Transaction, zero_new: bool = True) -> None:
+        """The steps of a growth, with their undos in `transaction`, for owners of several buffers.
+
+        Zeroing is queued while mapping goes on; the caller calls `memory.wait()` before it commits. Out of memory is
+        the driver's error here: the owner knows what would fit.
+        """
+        self._check_usable()
+        self._check_growth(bytes_per_segment)
+        if self._memory.is_capturing():
+            raise CaptureError("growing a buffer")
+        old = self._bytes_per_segment
+        new = bytes_per_segment - old
+        if new == 0:
+            return
+        stride, base, last = self._segment_stride_bytes, self.base_ptr, self._num_segments - 1
+        first = 0  # the segments before it are zeroed or queued
+
+        def zero_up_to(segment: int) -> None:
+            nonlocal first
+            count = segment + 1 - first
+            if count * new < FILL_BYTES and segment < last:
+                return
+            # Before the launch: a failure must not unmap what a kernel that did start is still writing.
+            transaction.undo(self._memory.wait)
+            self._memory.fill(base + first * stride + old, new, stride=stride, count=count)
+            first = segment + 1
+
+        with self._memory.activate():
+            self._reservation.ensure(self._ranges(old, new), transaction, zero_up_to if zero_new else None)
+        transaction.undo(self._set_size, old)
+        self._set_size(bytes_per_segment)
+
+    def resize_(self, num_bytes: int, zero_new: bool = False) -> ExtensibleTensor:
+        """`resize_per_segment_` of a buffer with one segment."""
+        self._check_one_segment("resize_")
+        return self.resize_per_segment_(num_bytes, zero_new)
+
+    def append(self, num_bytes: int, zero_new: bool = False) -> ExtensibleTensor:
+        """Commit `num_bytes` more. For one segment only."""
+        self._check_one_segment("append")
+        _check_int("num_bytes", num_bytes)
+        if num_bytes < 0:
+            raise ValueError(f"append must not be negative, got {num_bytes} bytes")
+        self._check_usable()
+        with self._lock:
+            return self.resize_per_segment_(self._bytes_per_segment + num_bytes, zero_new)
+
+    def shrink_per_segment_(self, bytes_per_segment: int) -> int:
+        """Keep the first `bytes_per_segment` bytes of each segment; returns the bytes of memory given back.
+
+        Waits for the device. Whole handles that no segment needs go; a handle that is needed in part stays whole.
+        If a handle cannot be released, the buffer has shrunk, the error is raised, and the next change tries again.
+        """
+        self._check_usable()
+        _check_int("bytes_per_segment", bytes_per_segment)
+        with self._lock:
+            if not 0 <= bytes_per_segment <= self._bytes_per_segment:
+                raise ValueError(
+                    f"shrink to {bytes_per_segment} bytes per segment, of {self._bytes_per_segment} committed: "
+                    "use resize_per_segment_ to grow"
+                )
+            if self._memory.is_capturing():
+                raise CaptureError("shrinking a buffer")
+            old = self._bytes_per_segment
+            self._bytes_per_segment = bytes_per_segment
+            handles = self._reservation.mapped_bytes
+            try:
+                return self._reservation.release_outside(self._ranges(0, bytes_per_segment))
+            except BaseException:
+                if self._reservation.mapped_bytes == handles:  # nothing was unmapped, or all of it is back
+                    self._bytes_per_segment = old
+                raise
+
+    def free(self) -> None:
+        """Wait for the device and give all memory back; sizes become 0. Idempotent.
+
+        The addresses stay reserved while a view lives, so that a stale view faults instead of reading other memory.
+        What fails is raised after all else was given back; the next call tries it again.
+        """
+        if os.getpid() != self._pid:
+            raise Forked("this buffer")
+        with self._lock:
+            if not self._reservation.closed and self._memory.is_capturing():
+                raise CaptureError("freeing a buffer")
+            self._bytes_per_segment = 0
+            self._reservation.close()
+
+    def _ranges(self, offset: int, num_bytes: int) -> list[ByteRange]:
+        """The same bytes of every segment, as ranges of the reservation."""
+        if num_bytes == 0:
+            return []
+        stride = self._segment_stride_bytes
+        return [(segment * stride + offset, num_bytes) for segment in range(self._num_segments)]
+
+    def _set_size(self, bytes_per_segment: int) -> None:
+        self._bytes_per_segment = bytes_per_segment
+
+    def _out_of_memory(self, bytes_per_segment: int, cause: DriverError) -> OutOfMemory:
+        mapped = self.mapped_bytes
+        free_bytes = self._memory.memory_info()[0]
+        low, high = self._bytes_per_segment, self._segment_capacity_bytes
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.mapped_bytes_at(middle) - mapped <= free_bytes:
+                low = middle
+            else:
+                high = middle - 1
+        error = OutOfMemory(
+            self.mapped_bytes_at(bytes_per_segment) - mapped,
+            free_bytes,
+            low if low < bytes_per_segment else None,  # the driver refused what the numbers allow
+            "bytes per segment",
+            f"growing {self._num_segments} segments from {self._bytes_per_segment} to {bytes_per_segment} bytes",
+        )
+        attach_failures(error, list(cause.undo_failures))
+        return error
+
+    def _check_growth(self, bytes_per_segment: int) -> None:
+        _check_int("bytes_per_segment", bytes_per_segment)
+        if bytes_per_segment < 0:
+            raise ValueError(f"bytes_per_segment must not be negative, got {bytes_per_segment}")
+        if bytes_per_segment < self._bytes_per_segment:
+            raise ValueError(
+                f"resize is grow-only: asked for {bytes_per_segment} bytes per segment, {self._bytes_per_segment} are "
+                "committed; use shrink_per_segment_"
+            )
+        if bytes_per_segment > self._segment_capacity_bytes:
+            raise ValueError(
+                f"asked for {bytes_per_segment} bytes per segment, beyond the capacity of "
+                f"{self._segment_capacity_bytes} bytes that was reserved for each"
+            )
+
+    def _check_one_segment(self, what: str) -> None:
+        if self._num_segments != 1:
+            raise ValueError(
+                f"{what} needs a buffer of one segment, this one has {self._num_segments}: its committed bytes are no "
+                "single prefix; use resize_per_segment_ and full_view"
+            )
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise Forked("this buffer")
+        if self._reservation.closed:
+            raise Closed("this buffer was freed: make a new one")
+
+    def __repr__(self) -> str:
+        state = "freed" if self._reservation.closed else f"{self._bytes_per_segment} bytes each committed"
+        return (
+            f"ExtensibleTensor({self._num_segments} segments of {self._segment_capacity_bytes} bytes, {state}, "
+            f"device={str(self.device)!r})"
+        )
+
+
+def _check_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")

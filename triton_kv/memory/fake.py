@@ -1,0 +1,126 @@
+"""A driver with books and no memory behind them: any size, instantly."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from triton_kv.errors import AddressSpaceExhausted, Forked, Unavailable
+from triton_kv.memory.books import Books, Live
+
+ADDRESS_SPACE_BYTES = 1 << 47  # what a process has on x86-64
+
+
+class FakeMemory:
+    """Keeps the rules and the accounts of a device, for tests of sizes that no machine has.
+
+    `view` raises `Unavailable`, `fill` only checks that its range is accessible.
+
+    Args:
+        granularity: bytes of a granule.
+        budget_bytes: physical memory of the device; None is 128 TiB.
+    """
+
+    def __init__(self, granularity: int = 2 << 20, budget_bytes: int | None = None) -> None:
+        if granularity <= 0:
+            raise ValueError(f"granularity must be positive, got {granularity}")
+        if budget_bytes is not None and budget_bytes < 0:
+            raise ValueError(f"budget_bytes must not be negative, got {budget_bytes}")
+        self.device = torch.device("cpu")
+        self.granularity = granularity
+        self._budget_bytes = ADDRESS_SPACE_BYTES if budget_bytes is None else budget_bytes
+        self._books = Books(granularity)
+        self._pid = os.getpid()
+        # No address is reused and a granule lies between two reservations, so that an overrun hits no neighbour.
+        self._next_address = granularity
+        self._next_handle = 1
+
+    @property
+    def live(self) -> Live:
+        """Reservations, handles and mappings that were not given back."""
+        return self._books.live
+
+    def reserve(self, num_bytes: int) -> int:
+        self._check_process()
+        self._books.check_size("reserve", num_bytes)
+        with self._books.lock:
+            if self._next_address + num_bytes > ADDRESS_SPACE_BYTES:
+                raise AddressSpaceExhausted("reserve", "ENOMEM", f"asked for {num_bytes} bytes of addresses")
+            address = self._next_address
+            self._next_address += num_bytes + self.granularity
+            self._books.record_reservation(address, num_bytes)
+        return address
+
+    def free(self, address: int, num_bytes: int) -> None:
+        self._check_process()
+        with self._books.lock:
+            self._books.check_free(address, num_bytes)
+            self._books.drop_reservation(address)
+
+    def create(self, num_bytes: int) -> int:
+        self._check_process()
+        self._books.check_size("create", num_bytes)
+        with self._books.lock:
+            self._books.check_memory(num_bytes, self.memory_info()[0])
+            handle = self._next_handle
+            self._next_handle += 1
+            self._books.record_handle(handle, num_bytes)
+        return handle
+
+    def release(self, handle: int) -> None:
+        self._check_process()
+        with self._books.lock:
+            self._books.release(handle)
+
+    def map(self, address: int, num_bytes: int, handle: int) -> None:
+        self._check_process()
+        with self._books.lock:
+            self._books.check_map(address, num_bytes, handle)
+            self._books.record_mapping(address, num_bytes, handle)
+
+    def set_access(self, address: int, num_bytes: int) -> None:
+        self._check_process()
+        with self._books.lock:
+            for mapping in self._books.check_mapped("set_access", address, num_bytes):
+                mapping.accessible = True
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        self._check_process()
+        with self._books.lock:
+            self._books.drop_mappings(self._books.check_unmap(address, num_bytes))
+
+    def view(self, address: int, num_bytes: int, owner: object) -> torch.Tensor:
+        raise Unavailable("FakeMemory keeps books only and has no bytes to look at: use HostMemory for contents")
+
+    def fill(self, address: int, num_bytes: int, value: int = 0, *, stride: int = 0, count: int = 1) -> None:
+        self._check_process()
+        if num_bytes <= 0:
+            return
+        with self._books.lock:
+            for index in range(count):
+                self._books.check_mapped("fill", address + index * stride, num_bytes, accessible=True)
+
+    def wait(self) -> None:
+        self._check_process()
+
+    def synchronize(self) -> None:
+        self._check_process()
+
+    def memory_info(self) -> tuple[int, int]:
+        self._check_process()
+        return max(0, self._budget_bytes - self._books.physical_bytes), self._budget_bytes
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def activate(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise Forked("this FakeMemory")
+
+    def __repr__(self) -> str:
+        return f"FakeMemory(granularity={self.granularity}, budget_bytes={self._budget_bytes})"

@@ -1,0 +1,132 @@
+"""A wrapper that makes chosen driver calls fail, so that code above it can be tested against every single failure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from triton_kv.errors import AddressSpaceExhausted, DriverError
+from triton_kv.memory.protocol import VirtualMemory
+
+CALLS = ("reserve", "create", "map", "set_access", "unmap", "release", "free", "fill", "wait", "synchronize")
+
+
+class FaultyMemory:
+    """Any driver, with failures on demand. A call that fails does not reach the driver.
+
+    `calls` counts the calls of each name since the wrapper was made, failed ones included.
+    """
+
+    def __init__(self, memory: VirtualMemory) -> None:
+        self.memory = memory
+        self.device = memory.device
+        self.granularity = memory.granularity
+        self.calls: Counter[str] = Counter()
+        self._planned: list[tuple[str, int, str]] = []  # call or "any", calls still to go, code
+
+    def fail(self, call: str, nth: int = 1, code: str | None = None) -> None:
+        """Make the `nth` next `call` raise what the driver would raise for `code`. Several may be planned.
+
+        Args:
+            call: one of `CALLS`, or "any" for the `nth` next of them all.
+            nth: 1 is the very next.
+            code: None is out of memory for `reserve` and `create`, and an unknown error for others.
+        """
+        if call not in CALLS and call != "any":
+            raise ValueError(f"unknown call {call!r}: choose one of {', '.join(CALLS)} or 'any'")
+        if nth < 1:
+            raise ValueError(f"nth must be at least 1, got {nth}")
+        self._planned.append((call, nth, code or ""))
+
+    def heal(self) -> None:
+        """Forget the planned failures."""
+        self._planned.clear()
+
+    @property
+    def num_planned(self) -> int:
+        """Failures that have not happened yet."""
+        return len(self._planned)
+
+    def _pass(self, call: str) -> None:
+        self.calls[call] += 1
+        failing: str | None = None
+        remaining = []
+        for name, nth, code in self._planned:
+            if name not in (call, "any"):
+                remaining.append((name, nth, code))
+            elif nth > 1:
+                remaining.append((name, nth - 1, code))
+            else:
+                failing = code
+        self._planned = remaining
+        if failing is None:
+            return
+        unknown = "CUDA_ERROR_UNKNOWN" if self.device.type == "cuda" else "EIO"
+        exhausted = "CUDA_ERROR_OUT_OF_MEMORY" if self.device.type == "cuda" else "ENOMEM"
+        if call == "reserve":
+            raise AddressSpaceExhausted(call, failing or exhausted, "injected")
+        raise DriverError(call, failing or (exhausted if call == "create" else unknown), "injected")
+
+    def reserve(self, num_bytes: int) -> int:
+        self._pass("reserve")
+        return self.memory.reserve(num_bytes)
+
+    def free(self, address: int, num_bytes: int) -> None:
+        self._pass("free")
+        self.memory.free(address, num_bytes)
+
+    def create(self, num_bytes: int) -> int:
+        self._pass("create")
+        return self.memory.create(num_bytes)
+
+    def release(self, handle: int) -> None:
+        self._pass("release")
+        self.memory.release(handle)
+
+    def map(self, address: int, num_bytes: int, handle: int) -> None:
+        self._pass("map")
+        self.memory.map(address, num_bytes, handle)
+
+    def set_access(self, address: int, num_bytes: int) -> None:
+        self._pass("set_access")
+        self.memory.set_access(address, num_bytes)
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        self._pass("unmap")
+        self.memory.unmap(address, num_bytes)
+
+    def view(self, address: int, num_bytes: int, owner: object) -> torch.Tensor:
+        return self.memory.view(address, num_bytes, owner)
+
+    def fill(self, address: int, num_bytes: int, value: int = 0, *, stride: int = 0, count: int = 1) -> None:
+        self._pass("fill")
+        self.memory.fill(address, num_bytes, value, stride=stride, count=count)
+
+    def wait(self) -> None:
+        self._pass("wait")
+        self.memory.wait()
+
+    def synchronize(self) -> None:
+        self._pass("synchronize")
+        self.memory.synchronize()
+
+    def memory_info(self) -> tuple[int, int]:
+        return self.memory.memory_info()
+
+    def is_capturing(self) -> bool:
+        return self.memory.is_capturing()
+
+    def activate(self) -> AbstractContextManager[None]:
+        return self.memory.activate()
+
+    def __getattr__(self, name: str) -> Any:
+        """What only the wrapped driver has, such as `live`."""
+        if name == "memory":  # not set yet: a half-built wrapper must not recurse
+            raise AttributeError(name)
+        return getattr(self.memory, name)
+
+    def __repr__(self) -> str:
+        return f"FaultyMemory({self.memory!r})"
