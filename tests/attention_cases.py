@@ -1,4 +1,4 @@
-"""The tables of `paged_attention` cases that CPU, interpreter, compile and GPU tests share, and the tensors of a case."""
+"""The tables of `paged_attention` cases that the tests share (CPU, interpreter, compile, GPU), and a case's tensors."""
 
 from __future__ import annotations
 
@@ -379,7 +379,7 @@ def shape_operands(shape: AttentionShape, num_blocks: int = 1000) -> LayerOperan
 
 
 def shape_launches(shape: AttentionShape, hardware: Hardware, *, every: bool = True) -> dict[str, Launch]:
-    """Every launch that differs in more than its grid, by name; `every=False` leaves only the most common batch sizes."""
+    """Every launch that differs in more than its grid, by name; `every=False`: only for the most common batches."""
     operands = shape_operands(shape)
     meta = {"device": "meta"}
     num_heads = shape.num_kv_heads * shape.group

@@ -8,7 +8,9 @@
 Importing it initialises no GPU. docs/design.md has the words, the layouts and the promises.
 """
 
+from triton_kv.attention import paged_attention, paged_attention_reference
 from triton_kv.cache import CheckReport, CommittedViews, KVCache
+from triton_kv.compilation import compile_kernels
 from triton_kv.errors import (
     AddressSpaceExhausted,
     Broken,
@@ -25,6 +27,7 @@ from triton_kv.extensible import ExtensibleTensor
 from triton_kv.layer import LayerCache
 from triton_kv.layout import CacheLayout
 from triton_kv.memory import FakeMemory, FaultyMemory, HostMemory, PoisonedMemory, VirtualMemory, open_memory, probe
+from triton_kv.metadata import AttentionBuffers, AttentionMetadata
 from triton_kv.sizing import Plan, fit_blocks, plan_blocks
 from triton_kv.spec import AttentionSpec
 from triton_kv.version import __version__

@@ -178,8 +178,7 @@ def decode_launches(
         num_seqs, num_kv_heads, group, head_dim, v_head_dim, operands.block_size, q.element_size(), hardware
     )
     partials = torch.empty(choice.workspace_elements(num_query_heads, v_head_dim), dtype=torch.float32, device=q.device)
-    out_stride_token = out.stride(0) if num_seqs > 1 else 0
-    one_scan = num_seqs <= choice.scan
+    out_stride_token = _stride_token(out)
     num_parts = -(-group // choice.rows)
     decode = Launch(
         kernel=decode_kernel,
@@ -200,7 +199,7 @@ def decode_launches(
             "table_width": block_table.shape[1],
             "num_blocks": operands.num_blocks,
             "table_stride_row": block_table.stride(0),
-            "q_stride_token": q.stride(0) if num_seqs > 1 else 0,
+            "q_stride_token": _stride_token(q),
             "out_stride_token": out_stride_token,
             "scale_log2": scale * _LOG2_E,
             "GROUP": group,
@@ -211,7 +210,7 @@ def decode_launches(
             "V_LANES": lanes_of(v_head_dim),
             "NUM_CHUNKS": choice.num_chunks,
             "SCAN": choice.scan,
-            "ONE_SCAN": one_scan,
+            "ONE_SCAN": choice.one_scan,
             "SCALAR_IDS": reads_scalar_ids(operands.block_size),
             "STAGES": choice.num_stages,
             "USE_PDL": choice.use_pdl,
@@ -237,7 +236,7 @@ def decode_launches(
             "V_LANES": lanes_of(v_head_dim),
             "NUM_CHUNKS": choice.num_chunks,
             "SCAN": choice.scan,
-            "ONE_SCAN": one_scan,
+            "ONE_SCAN": choice.one_scan,
             "PARTS": choice.join_parts,
             "USE_PDL": choice.use_pdl,
         },
@@ -295,8 +294,8 @@ def prefill_launches(
             "table_width": block_table.shape[1],
             "num_blocks": operands.num_blocks,
             "table_stride_row": block_table.stride(0),
-            "q_stride_token": q.stride(0) if num_tokens > 1 else 0,
-            "out_stride_token": out.stride(0) if num_tokens > 1 else 0,
+            "q_stride_token": _stride_token(q),
+            "out_stride_token": _stride_token(out),
             "scale_log2": scale * _LOG2_E,
             "GROUP": group,
             **_geometry(q, operands, out),
@@ -306,7 +305,7 @@ def prefill_launches(
             "K_LANES": lanes_of(head_dim),
             "V_LANES": lanes_of(v_head_dim),
             "SCAN": choice.scan,
-            "ONE_SCAN": num_seqs < choice.scan,
+            "ONE_SCAN": choice.one_scan,
             "SCALAR_IDS": reads_scalar_ids(operands.block_size),
             "STAGES": choice.num_stages,
         },
@@ -314,6 +313,11 @@ def prefill_launches(
         num_stages=choice.num_stages,
     )
     return (launch,)
+
+
+def _stride_token(tensor: torch.Tensor) -> int:
+    """A single token's stride is never used and may be anything: no variant of the kernel for it."""
+    return tensor.stride(0) if tensor.shape[0] > 1 else tensor.shape[1] * tensor.shape[2]
 
 
 def _geometry(q: torch.Tensor, operands: LayerOperands, out: torch.Tensor) -> dict[str, int]:

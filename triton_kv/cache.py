@@ -81,11 +81,12 @@ class KVCache:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._layers: dict[int, LayerCache] = {}
-        # A stream of its own: the watermark must not wait behind the caller's queued work, nor race with its past use of
-        # the memory that the allocator hands out.
+        # The watermark must not wait behind the caller's queued work, so it is written on a stream of its own; and the
+        # allocator may hand out memory that queued work still writes, so that work is waited for once.
         self._stream = torch.cuda.Stream(memory.device) if memory.device.type == "cuda" else None
-        with torch.cuda.stream(self._stream):
-            self._control = torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=memory.device)
+        self._control = torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=memory.device)
+        if self._stream is not None:
+            torch.cuda.current_stream(memory.device).synchronize()
         self._set_watermark(0)
 
     @classmethod
@@ -117,7 +118,7 @@ class KVCache:
 
         Raises `ValueError` or `TypeError` for sizes and layouts that cannot be, `Unavailable` if the device has no
         virtual memory management, `AddressSpaceExhausted`, and with commit="all" what `extend` raises.
-        Synchronises only with commit="all".
+        Waits for the current stream, and with commit="all" as `extend` does.
         """
         if not isinstance(spec, AttentionSpec):
             raise TypeError(f"spec must be an AttentionSpec, not {type(spec).__name__}")

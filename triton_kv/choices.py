@@ -28,6 +28,11 @@ class Hardware:
         return isinstance(self.architecture, int) and self.architecture >= 90
 
     @property
+    def has_wide_mma(self) -> bool:
+        """Whether one matrix instruction takes 64 rows or more and leaves them where the softmax needs no exchange."""
+        return self.architecture in (90, 100, 103)
+
+    @property
     def shared_memory_bytes(self) -> int:
         """Shared memory that one multiprocessor has for programs, roughly."""
         if not isinstance(self.architecture, int):
@@ -72,6 +77,7 @@ class DecodeChoice:
     num_stages: int
     num_chunks: int  # pieces the batch is cut into
     scan: int  # lengths scanned at a time
+    one_scan: bool  # one scan takes in all of them
     join_parts: int  # partials that the joining program reads at a time
     use_pdl: bool
 
@@ -129,13 +135,15 @@ def choose_decode(
     if reads_scalar_ids(block_size):
         tile = min(tile, _MAX_SCALAR_IDS * block_size)
     num_parts = -(-group // rows)
+    scan = min(max(16, triton.next_power_of_2(num_seqs)), _MAX_SCAN)  # 16, not less: 11.3 against 12.7 us (H200)
     return DecodeChoice(
         tile=tile,
         rows=rows,
         num_warps=num_warps,
         num_stages=num_stages,
         num_chunks=max(1, hardware.num_sms * per_sm // (num_kv_heads * num_parts)),
-        scan=min(max(16, triton.next_power_of_2(num_seqs)), _MAX_SCAN),  # 16, not less: 11.3 against 12.7 us (H200)
+        scan=scan,
+        one_scan=num_seqs <= scan,
         join_parts=max(4, min(16, 2048 // lanes_of(v_head_dim))),
         use_pdl=hardware.has_pdl,
     )
@@ -155,12 +163,20 @@ class PrefillChoice:
     num_warps: int
     num_stages: int
     scan: int  # query starts scanned at a time
+    one_scan: bool
 
     def __post_init__(self) -> None:
         for name in ("rows", "tile", "scan"):
             value = getattr(self, name)
             if value < 16 or value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, at least 16, got {value}")
+
+
+# Rows to (tile, warps, stages), for heads of up to 128 and of up to 256 channels: what fits into the registers.
+_PREFILL_WIDE = {16: (64, 4, 3), 64: (64, 4, 3), 128: (64, 8, 3)}
+_PREFILL_WIDE_256 = {16: (32, 4, 3), 64: (32, 8, 3), 128: (32, 8, 2)}
+_PREFILL = {16: (64, 4, 3), 64: (64, 8, 3)}
+_PREFILL_256 = {16: (32, 4, 2), 64: (32, 8, 2)}
 
 
 @lru_cache(maxsize=1024)
@@ -179,22 +195,26 @@ def choose_prefill(
     longest = max_query_len * group
     rows = next((rows for rows in PREFILL_ROWS if longest <= rows), PREFILL_ROWS[-1])
     if itemsize_bytes == 4:  # no tensor cores: correct, not tuned
-        rows, tile, num_warps, num_stages = 64, 16, 8, 2
+        rows, tile, num_warps, num_stages = 64, 16, 8, 1
+    elif hardware.has_wide_mma:
+        table = _PREFILL_WIDE if lanes <= 128 else _PREFILL_WIDE_256
+        tile, num_warps, num_stages = table[rows]
     else:
-        tile, num_warps, num_stages = {16: (64, 4, 3), 64: (64, 4, 3), 128: (64, 8, 3)}[rows]
-        if lanes > 128:
-            tile = 32
-            num_warps = 8 if rows > 16 else 4
+        rows = min(rows, 64)
+        table = _PREFILL if lanes <= 128 else _PREFILL_256
+        tile, num_warps, num_stages = table[rows]
     if hardware.architecture == "hip":
         num_stages = 1
     if reads_scalar_ids(block_size):
         tile = min(tile, _MAX_SCALAR_IDS * block_size)
+    scan = 256 if num_seqs < 256 else _MAX_SCAN
     return PrefillChoice(
         rows=rows,
         tile=tile,
         num_warps=num_warps,
         num_stages=num_stages,
-        scan=256 if num_seqs < 256 else _MAX_SCAN,
+        scan=scan,
+        one_scan=num_seqs < scan,
     )
 
 

@@ -108,7 +108,8 @@ class Llama:
             q, k = rotated.split((config.num_query_heads, config.num_kv_heads), dim=1)
             # k and v are slices of wider rows: the op takes their strides, nothing is copied.
             tkv.write_kv(k, v.unflatten(-1, (-1, config.head_dim)), cache[index], metadata.slot_mapping)
-            attended = tkv.paged_attention(q, cache[index], metadata)
+            attended = q.new_empty(q.shape)
+            tkv.paged_attention(q, cache[index], metadata, out=attended)
             hidden = hidden + F.linear(attended.flatten(1), layer.attention_out)
             normed = F.rms_norm(hidden, shape, layer.mlp_norm, eps)
             gate, up = F.linear(normed, layer.gate_up).chunk(2, dim=-1)

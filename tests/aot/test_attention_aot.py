@@ -1,8 +1,8 @@
 """Attention kernels compiled for every target: no spills, no stack, shared memory within limits, matrix instructions.
 
-By default every configuration that the choosers return over the shape table is compiled once for each target, the
-lengths scanned at a time taking turns. `AOT=all` compiles every launch of every shape instead (2200, some 20 minutes on
-two cores).
+By default every configuration that the choosers return over the shape table is compiled once for each target; scan
+lengths and the two ways to read block ids take turns. `AOT=all` compiles every launch of every shape instead: 2200,
+half an hour on two cores.
 """
 
 import os
@@ -18,7 +18,7 @@ from triton_kv.launch import Launch
 EVERYTHING = os.environ.get("AOT") == "all"
 QUICK_SHAPES = 3  # of the table's first ones, on sm_90
 # What makes two launches different configurations: how the choosers cut and launch, and how wide a head is.
-CONFIGURATION = ("ROWS", "TILE", "K_LANES", "V_LANES", "SCALAR_IDS", "STAGES", "PARTS")
+CONFIGURATION = ("ROWS", "TILE", "K_LANES", "V_LANES", "STAGES", "PARTS")
 
 
 def configuration(launch: Launch) -> tuple:
@@ -35,20 +35,26 @@ def launches(target: Target) -> Iterator[tuple[str, Launch]]:
             key = (f"{shape}-{name}",) if EVERYTHING else configuration(launch)
             candidates.setdefault(key, []).append((f"{shape}-{name}", launch))
     turns: Counter = Counter()
+
+    def turn(found: tuple[str, Launch]) -> tuple:
+        launch = found[1]
+        return launch.kernel.__name__, launch.arguments["SCAN"], launch.arguments.get("SCALAR_IDS")
+
     for found in candidates.values():
-        name, launch = min(found, key=lambda item: turns[item[1].kernel.__name__, item[1].arguments["SCAN"]])
-        turns[launch.kernel.__name__, launch.arguments["SCAN"]] += 1
-        yield name, launch
+        chosen = min(found, key=lambda item: turns[turn(item)])
+        turns[turn(chosen)] += 1
+        yield chosen
 
 
-def jobs() -> Iterator:
+def jobs() -> list:
+    parameters = []
     quick_shapes = [f"{shape}-" for shape in SHAPES[:QUICK_SHAPES]]
     for target in TARGETS:
         for name, launch in launches(target):
             quick = target is SM_90 and any(name.startswith(shape) for shape in quick_shapes)
-            yield pytest.param(
-                Job(name, target, lambda launch=launch: launch), marks=pytest.mark.quick if quick else ()
-            )
+            job = Job(name, target, lambda launch=launch: launch)
+            parameters.append(pytest.param(job, marks=pytest.mark.quick if quick else ()))
+    return parameters
 
 
 @pytest.mark.parametrize("job", jobs(), ids=str)

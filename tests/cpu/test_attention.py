@@ -243,7 +243,7 @@ def test_bad_input(given, error, message):
 
 def test_a_block_table_that_is_not_int32():
     metadata = make_tensors(NAMED["one"]).metadata
-    with pytest.raises(TypeError, match="block_table must be int32, got torch.int64"):
+    with pytest.raises(TypeError, match=r"block_table must be int32, got torch\.int64"):
         replace(metadata, block_table=metadata.block_table.long())
 
 

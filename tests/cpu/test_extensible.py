@@ -269,8 +269,18 @@ def test_impossible_buffers(arguments: dict[str, Any], error: type[Exception], m
 REFUSALS: list[tuple[str, Callable[[ExtensibleTensor], object], type[Exception], str]] = [
     ("negative", lambda b: b.resize_per_segment_(-1), ValueError, "must not be negative, got -1"),
     ("float", lambda b: b.resize_per_segment_(2.0), TypeError, "bytes_per_segment must be an int, got 2.0"),  # type: ignore[arg-type]
-    ("smaller", lambda b: b.resize_per_segment_(G - 1), ValueError, f"grow-only: asked for {G - 1} .* {G} are committed"),
-    ("too large", lambda b: b.resize_per_segment_(4 * G + 1), ValueError, f"{4 * G + 1} bytes .* capacity of {4 * G} bytes"),
+    (
+        "smaller",
+        lambda b: b.resize_per_segment_(G - 1),
+        ValueError,
+        f"grow-only: asked for {G - 1} .* {G} are committed",
+    ),
+    (
+        "too large",
+        lambda b: b.resize_per_segment_(4 * G + 1),
+        ValueError,
+        f"{4 * G + 1} bytes .* capacity of {4 * G} bytes",
+    ),
     ("resize_", lambda b: b.resize_(2 * G), ValueError, "resize_ needs a buffer of one segment, this one has 2"),
     ("append", lambda b: b.append(1), ValueError, "append needs a buffer of one segment, this one has 2"),
     ("tensor", lambda b: b.tensor, ValueError, "tensor needs a buffer of one segment, this one has 2"),
@@ -284,9 +294,7 @@ REFUSALS: list[tuple[str, Callable[[ExtensibleTensor], object], type[Exception],
 
 
 @pytest.mark.parametrize(("use", "error", "match"), [pytest.param(*rest, id=name) for name, *rest in REFUSALS])
-def test_refusals_change_nothing(
-    use: Callable[[ExtensibleTensor], object], error: type[Exception], match: str
-) -> None:
+def test_refusals_change_nothing(use: Callable[[ExtensibleTensor], object], error: type[Exception], match: str) -> None:
     memory = _memory()
     buffer = ExtensibleTensor(8 * G, num_segments=2, memory=memory)
     buffer.resize_per_segment_(G)
@@ -320,7 +328,12 @@ def test_out_of_memory_names_all_numbers_and_changes_nothing() -> None:
         buffer.resize_per_segment_(8 * G, zero_new=True)
     error = caught.value
     assert (error.asked_bytes, error.free_bytes, error.would_fit) == (12 * G, 6 * G, 5 * G)
-    for part in (f"asked for {12 * G} bytes", f"{6 * G} bytes free", f"{5 * G} bytes per segment would fit", "try again"):
+    for part in (
+        f"asked for {12 * G} bytes",
+        f"{6 * G} bytes free",
+        f"{5 * G} bytes per segment would fit",
+        "try again",
+    ):
         assert part in str(error)
     assert isinstance(error.__cause__, DriverError)
     assert (memory.live, buffer.bytes_per_segment, buffer.mapped_bytes) == (live, 2 * G, 4 * G)
@@ -503,7 +516,7 @@ class BufferLife(RuleBasedStateMachine):
         try:
             self.buffer.resize_per_segment_(size, zero_new=True)
         except TritonKVError as error:
-            assert error.undo_failures == ()
+            assert not error.undo_failures  # noqa: PT017
             assert self.inner.live == live
         else:
             self.model = [np.concatenate((old, np.zeros(size - len(old), np.uint8))) for old in self.model]

@@ -35,8 +35,8 @@ def make(memory=None, num_segments=2):
 """
 
 
-# Importing torch takes seconds: one process does it, and forks for each case. The child runs its case as the rest of the
-# program, so it ends the way any interpreter ends.
+# Importing torch takes seconds: one process does it, and forks for each case. The child runs its case as the rest of
+# the program, so it ends the way any interpreter ends.
 NURSERY = """
 import json, os, sys
 for order in sys.stdin:
@@ -227,8 +227,13 @@ FAULTS = {
     "last byte of the reservation": "memory, buffer = make(); buffer.full_view()[-1].item()",
     "second segment": "memory, buffer = make(); buffer.full_view()[8 * G + 2 * G].item()",
     "nothing committed": "view = ExtensibleTensor(G, memory=HostMemory(G)).full_view(); view[0].item()",
-    "stale view after close": "memory, buffer = make(); view = buffer.tensor_ = buffer.full_view(); buffer.free(); view[0].item()",
-    "stale view after shrink": "memory, buffer = make(); view = buffer.full_view(); buffer.shrink_per_segment_(0); view[0].item()",
+    "stale view after close": "buffer = make()[1]; view = buffer.full_view(); buffer.free(); view[0].item()",
+    "stale view after shrink": """
+        memory, buffer = make()
+        view = buffer.full_view()
+        buffer.shrink_per_segment_(0)
+        view[0].item()
+    """,
     "stale view, range asked for again": """
         memory, buffer = make()
         view = buffer.full_view()

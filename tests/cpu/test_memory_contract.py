@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_address_space_is_aligned_and_disjoint(memory: VirtualMemory) -> None:
     size = 3 * memory.granularity
     addresses = sorted(memory.reserve(size) for _ in range(4))
     assert all(address > 0 and address % memory.granularity == 0 for address in addresses)
-    assert all(after - before >= size for before, after in zip(addresses, addresses[1:]))
+    assert all(after - before >= size for before, after in pairwise(addresses))
     for address in addresses:
         memory.free(address, size)
 

@@ -24,13 +24,19 @@ def test_success_undoes_nothing() -> None:
     assert done == []
 
 
+def _fail(transaction: Transaction, error: BaseException) -> None:
+    with transaction:
+        raise error
+
+
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
 def test_failure_undoes_in_reverse(error: BaseException) -> None:
     done: list[int] = []
-    with pytest.raises(type(error)) as caught, Transaction() as transaction:
-        for step in range(4):
-            transaction.undo(done.append, step)
-        raise error
+    transaction = Transaction()
+    for step in range(4):
+        transaction.undo(done.append, step)
+    with pytest.raises(type(error)) as caught:
+        _fail(transaction, error)
     assert caught.value is error
     assert done == [3, 2, 1, 0]
     assert transaction.undo_failures == []
@@ -43,13 +49,13 @@ def test_every_undo_runs_and_every_failure_is_reported() -> None:
         done.append(text)
         raise kind(text)
 
-    error = DriverError("map", "EIO")
-    with pytest.raises(DriverError) as caught, Transaction() as transaction:
-        transaction.undo(done.append, "first")
-        transaction.undo(fail, "second", OSError)
-        transaction.undo(fail, "third", KeyboardInterrupt)
-        transaction.undo(done.append, "fourth")
-        raise error
+    transaction = Transaction()
+    transaction.undo(done.append, "first")
+    transaction.undo(fail, "second", OSError)
+    transaction.undo(fail, "third", KeyboardInterrupt)
+    transaction.undo(done.append, "fourth")
+    with pytest.raises(DriverError) as caught:
+        _fail(transaction, DriverError("map", "EIO"))
     assert done == ["fourth", "third", "second", "first"]
     assert [type(failure) for failure in caught.value.undo_failures] == [KeyboardInterrupt, OSError]
     assert transaction.undo_failures == list(caught.value.undo_failures)
@@ -58,11 +64,12 @@ def test_every_undo_runs_and_every_failure_is_reported() -> None:
 
 def test_commit_in_the_middle_keeps_what_was_done() -> None:
     done: list[int] = []
-    with pytest.raises(ValueError, match="late"), Transaction() as transaction:
-        transaction.undo(done.append, 1)
-        transaction.commit()
-        transaction.undo(done.append, 2)
-        raise ValueError("late")
+    transaction = Transaction()
+    transaction.undo(done.append, 1)
+    transaction.commit()
+    transaction.undo(done.append, 2)
+    with pytest.raises(ValueError, match="late"):
+        _fail(transaction, ValueError("late"))
     assert done == [2]
 
 
@@ -106,18 +113,18 @@ def _check(buffer: ExtensibleTensor, written: int) -> None:
 
 
 def _life(memory: FaultyMemory, buffers: list[ExtensibleTensor]) -> None:
-    """Reserve, grow twice, shrink, grow again, close: after any failure the buffer is as it was, and the retry works."""
+    """Reserve, grow twice, shrink, grow, close: after any failure the buffer is as it was, and the retry works."""
 
     def attempt(buffer: ExtensibleTensor, step: Callable[[], object], written: int) -> None:
         before = (buffer.bytes_per_segment, buffer.mapped_bytes)
         try:
             step()
         except TritonKVError as error:
-            assert error.undo_failures == ()
+            assert not error.undo_failures  # noqa: PT017
             if (buffer.bytes_per_segment, buffer.mapped_bytes) == before:
                 _check(buffer, written)
             else:  # the one step that cannot be undone: a shrink whose handles are partly released
-                assert "release" in str(error)
+                assert "release" in str(error)  # noqa: PT017
             step()
 
     try:

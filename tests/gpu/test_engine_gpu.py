@@ -112,7 +112,7 @@ def gaps(weights, prompts, outputs):
 
 @pytest.mark.parametrize("layout", ["LTBNHD", "BLTNHD"])
 def test_legacy_and_extensible_generate_the_same_tokens(model, weights, prompts, layout):
-    """Graphs captured with one block and replayed over all of them, against graphs captured with everything committed."""
+    """Graphs captured with one block and replayed over all, against graphs captured with everything committed."""
     extensible = generate(model, prompts, legacy=False, layout=layout)
     legacy = generate(model, prompts, legacy=True, layout=layout)
     assert all(len(output) >= NEW_TOKENS for output in extensible)

@@ -1,7 +1,6 @@
-"""The attention kernels in the interpreter: shapes, strides, block sizes, groups, and everything that must not be read."""
+"""The attention kernels in the interpreter: shapes, strides, groups, block sizes, and all that must not be read."""
 
 import pytest
-import torch
 
 from tests.attention_cases import DECODE_CASES, VARLEN_CASES, assert_attention, make_tensors
 from triton_kv import attention

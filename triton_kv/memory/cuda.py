@@ -205,9 +205,11 @@ class CudaMemory:
     def is_capturing(self) -> bool:
         if not torch.cuda.is_initialized():
             return False
-        if torch.cuda.is_current_stream_capturing():
+        # The caller's current device may be another one, and a capture there counts as well. Asked on the same device
+        # without our context, the runtime would leave one behind in a thread that had none.
+        if torch.cuda.current_device() != self.device.index and torch.cuda.is_current_stream_capturing():
             return True
-        with torch.cuda.device(self.device):
+        with self.activate(), torch.cuda.device(self.device):
             return bool(torch.cuda.is_current_stream_capturing())
 
     @contextmanager

@@ -1,0 +1,170 @@
+"""How attention launches are cut: the measured table, limits of the hardware, and grids that cover any batch."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.attention_cases import NUM_SEQS, QUERY_LENS, SHAPES, shape_launches, shape_operands
+from triton_kv.attention import decode_launches, prefill_launches
+from triton_kv.choices import DecodeChoice, Hardware, PrefillChoice, choose_decode, choose_prefill, hardware_of
+
+H200 = Hardware(num_sms=132, architecture=90)
+HARDWARE = {
+    "sm_80": Hardware(108, 80),
+    "sm_89": Hardware(142, 89),
+    "sm_90": H200,
+    "sm_100": Hardware(148, 100),
+    "sm_120": Hardware(188, 120),
+    "gfx942": Hardware(304, "hip"),
+    "interpreter": hardware_of(torch.device("cpu")),
+}
+
+
+def decode_choice(shape, num_seqs, hardware):
+    return choose_decode(
+        num_seqs,
+        shape.num_kv_heads,
+        shape.group,
+        shape.head_dim,
+        shape.v_head_dim,
+        shape.block_size,
+        shape.dtype.itemsize,
+        hardware,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "expected"),
+    [
+        pytest.param(1, (64, 4, 3, 33, 16), id="1"),
+        pytest.param(63, (64, 4, 3, 33, 64), id="63"),
+        pytest.param(64, (32, 2, 3, 66, 64), id="64"),
+        pytest.param(256, (32, 2, 3, 66, 256), id="256"),
+        pytest.param(5000, (32, 2, 3, 66, 1024), id="5000"),
+    ],
+)
+def test_what_was_measured_on_the_h200(num_seqs, expected):
+    choice = choose_decode(num_seqs, 8, 4, 128, 128, 16, 2, H200)
+    assert (choice.tile, choice.num_warps, choice.num_stages, choice.num_chunks, choice.scan) == expected
+    assert choice.one_scan == (num_seqs <= 1024)
+    assert choice.rows == 16
+    assert choice.use_pdl
+
+
+def test_the_interpreter_gets_small_grids_and_no_pdl():
+    choice = choose_decode(4, 2, 4, 64, 64, 16, 4, HARDWARE["interpreter"])
+    assert choice.num_chunks <= 4
+    assert not choice.use_pdl
+
+
+@pytest.mark.parametrize("hardware", HARDWARE.values(), ids=HARDWARE)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_decode_choices(shape, hardware):
+    for num_seqs in NUM_SEQS:
+        choice = decode_choice(shape, num_seqs, hardware)
+        parts = -(-shape.group // choice.rows)
+        assert choice.use_pdl == (hardware.architecture in (90, 100, 120))
+        # Whole waves: at most four programs an SM, unless the heads alone are more.
+        assert choice.num_chunks * shape.num_kv_heads * parts <= max(4 * hardware.num_sms, shape.num_kv_heads * parts)
+        if shape.block_size >= 16 and shape.block_size & (shape.block_size - 1) == 0:
+            assert choice.tile <= 8 * shape.block_size
+            assert choice.tile % shape.block_size == 0 or shape.block_size % choice.tile == 0
+        bytes_held = 4 * choice.rows * max(128, shape.v_head_dim) / (32 * choice.num_warps)
+        assert bytes_held <= 4 * 128, "the accumulator alone would fill the registers"
+
+
+@pytest.mark.parametrize("hardware", HARDWARE.values(), ids=HARDWARE)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_launches_come_from_shapes_on_the_meta_device(shape, hardware):
+    launches = shape_launches(shape, hardware)
+    assert {name.split("-")[0] for name in launches} == {"decode", "join", "prefill"}
+    for launch in launches.values():
+        assert launch.launch_pdl == launch.arguments.get("USE_PDL", False)
+        # Exactly the kernel's parameters, in its order.
+        assert list(launch.arguments) == [parameter.name for parameter in launch.kernel.params]
+
+
+def test_nothing_that_growth_changes_is_in_a_launch():
+    few, many = shape_operands(SHAPES[0], 10), shape_operands(SHAPES[0], 100_000)
+    meta = {"device": "meta"}
+    q = torch.empty(8, 32, 128, dtype=torch.bfloat16, **meta)
+    for table_width in (1, 8192):
+        table = torch.empty(8, table_width, dtype=torch.int32, **meta)
+        lens = torch.empty(8, dtype=torch.int32, **meta)
+        found = []
+        for operands in (few, many):
+            decode, join = decode_launches(q, operands, table, lens, None, q, None, scale=1.0, hardware=H200)
+            found.append(
+                (decode.grid, join.grid, decode.arguments["NUM_CHUNKS"], decode.arguments["partials_ptr"].shape)
+            )
+        assert found[0] == found[1]
+        assert found[0][0] == (33 * 8,)
+
+
+def test_the_workspace_does_not_depend_on_the_batch():
+    sizes = {choose_decode(n, 8, 4, 128, 128, 16, 2, H200).workspace_elements(32, 128) for n in range(1, 64)}
+    assert sizes == {2 * 33 * 32 * 129}
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    query_lens=st.lists(st.integers(0, 300), min_size=1, max_size=20),
+    padding=st.integers(0, 40),
+    group=st.integers(1, 128),
+)
+def test_prefill_tiles_cover_every_row_once(query_lens, padding, group):
+    """The arithmetic of prefill_kernel: the sequence of a tile by its first-tile bound, the rest of the grid idle."""
+    starts = [0]
+    for query_len in query_lens:
+        starts.append(starts[-1] + query_len)
+    num_tokens, num_seqs = starts[-1] + padding, len(query_lens)
+    if num_tokens == 0:
+        return
+    meta = {"device": "meta"}
+    shape = dataclasses.replace(SHAPES[0], num_kv_heads=1, group=group)
+    q = torch.empty(num_tokens, group, 128, dtype=torch.bfloat16, **meta)
+    table, lens = torch.empty(num_seqs, 9, dtype=torch.int32, **meta), torch.empty(num_seqs, dtype=torch.int32, **meta)
+    (launch,) = prefill_launches(
+        q,
+        shape_operands(shape),
+        table,
+        lens,
+        torch.empty(num_seqs + 1, dtype=torch.int32, **meta),
+        None,
+        q,
+        None,
+        scale=1.0,
+        causal=True,
+        max_query_len=max(1, *query_lens),
+        hardware=H200,
+    )
+    rows = launch.arguments["ROWS"]
+    ends = [*starts[1:], num_tokens]
+    first_tiles = [start * group // rows + index for index, start in enumerate(starts)]
+    covered = []
+    for tile in range(launch.grid[0]):
+        index = sum(first <= tile for first in first_tiles) - 1
+        first_row = (tile - first_tiles[index]) * rows
+        num_rows = (ends[index] - starts[index]) * group
+        covered += [starts[index] * group + row for row in range(first_row, min(first_row + rows, num_rows))]
+    assert sorted(covered) == list(range(num_tokens * group))
+
+
+@pytest.mark.parametrize("hardware", HARDWARE.values(), ids=HARDWARE)
+def test_prefill_rows_follow_the_longest_query(hardware):
+    rows = [choose_prefill(4, query_len, 4, 128, 128, 16, 2, hardware).rows for query_len in QUERY_LENS]
+    assert rows == sorted(rows)
+    assert rows[:3] == [16, 16, 64]
+
+
+def test_choices_say_what_is_wrong():
+    fields = {"rows": 16, "num_warps": 4, "num_stages": 3, "num_chunks": 1, "scan": 16, "one_scan": True}
+    with pytest.raises(ValueError, match="tile must be a power of two, got 48"):
+        DecodeChoice(tile=48, join_parts=16, use_pdl=False, **fields)
+    with pytest.raises(ValueError, match="tile 8 and rows 16 must be at least 16"):
+        DecodeChoice(tile=8, join_parts=16, use_pdl=False, **fields)
+    with pytest.raises(ValueError, match="rows must be a power of two, at least 16, got 100"):
+        PrefillChoice(rows=100, tile=64, num_warps=4, num_stages=3, scan=16, one_scan=True)

@@ -1,0 +1,255 @@
+"""Attention on a GPU: every case in every dtype, batches of serving size, captured graphs, and repeatable bits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import triton_kv as tkv
+from tests.attention_cases import (
+    BF16,
+    DECODE_CASES,
+    F16,
+    F32,
+    GARBAGE,
+    TOLERANCE,
+    VARLEN_CASES,
+    assert_attention,
+    decode,
+    make_tensors,
+    varlen,
+)
+from triton_kv.attention import paged_attention, paged_attention_reference
+from triton_kv.launch import count_compilations
+from triton_kv.metadata import AttentionMetadata
+
+DTYPES = {"f32": F32, "f16": F16, "bf16": BF16}
+CASES = [
+    pytest.param(case, id=f"{'decode' if case.queries is None else 'varlen'}-{case}")
+    for case in DECODE_CASES + VARLEN_CASES
+]
+MODEL = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "v_head_dim": 128, "dtype": BF16}
+LARGE_CASES = (
+    decode("one_8k", 8192, **MODEL),
+    decode("one_64k", 65536, **MODEL),
+    decode("skew", 30000, *(17 * i for i in range(40)), **MODEL),
+    decode("ragged_256", *(16 + 97 * i % 1900 for i in range(256)), **MODEL),
+    decode("ragged_256_f16", *(16 + 97 * i % 1900 for i in range(256)), **{**MODEL, "dtype": F16}),
+    decode("ragged_1500", *(i % 97 for i in range(1500)), **MODEL),
+    decode("block_12", 5000, 12, 100, **MODEL, block_size=12),
+    decode("block_1", 3000, 1, 100, **MODEL, block_size=1),
+    decode("block_544", 5000, 544, 100, **MODEL, block_size=544),
+    decode("kv_interleaved", 5000, 12, 100, **MODEL, layout="LBNHTD"),
+    decode("head_segments", 5000, 12, 100, **MODEL, layout="LHBNTD"),
+    decode("group_7", 5000, 12, 100, **{**MODEL, "num_kv_heads": 4, "group": 7}),
+    decode("group_128", 5000, 12, 100, **{**MODEL, "num_kv_heads": 1, "group": 128}),
+    decode("dim_256", 5000, 12, 100, **{**MODEL, "head_dim": 256, "v_head_dim": 256}),
+    decode("dim_112_f16", 5000, 12, 100, **{**MODEL, "head_dim": 112, "v_head_dim": 112, "dtype": F16}),
+    decode("dim_192_128", 5000, 12, 100, **{**MODEL, "head_dim": 192}),
+    varlen("one_2k", (2048, 2048), **MODEL),
+    varlen("chunk_on_context", (512, 9000), (512, 512), **MODEL),
+    varlen("mixed", *((1, 500 + i) for i in range(60)), (300, 1000), (7, 7), **MODEL, padding_tokens=9),
+    varlen("speculative", *((4, 100 + 70 * i) for i in range(32)), **MODEL),
+    varlen("many", *((i % 5, 5 + i % 89) for i in range(1500)), **MODEL),
+    varlen("block_12", (300, 3000), (12, 12), **MODEL, block_size=12),
+    varlen("group_7", (300, 3000), (12, 12), **{**MODEL, "num_kv_heads": 4, "group": 7}),
+    varlen("group_128", (30, 3000), (12, 12), **{**MODEL, "num_kv_heads": 1, "group": 128}),
+    varlen("dim_256", (300, 3000), (12, 12), **{**MODEL, "head_dim": 256, "v_head_dim": 256}),
+    varlen("dim_96_f16", (300, 3000), (12, 12), **{**MODEL, "head_dim": 96, "v_head_dim": 96, "dtype": F16}),
+    varlen("non_causal", (300, 3000), (12, 12), **MODEL, causal=False),
+)
+
+
+def attend(tensors, function=paged_attention, out=None):
+    """(out, lse) of a case."""
+    case = tensors.case
+    return function(
+        tensors.q,
+        tensors.layer,
+        tensors.metadata,
+        out=tensors.out() if out is None else out,
+        causal=case.causal,
+        scale=case.scale,
+        return_lse=True,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_equal_the_naive_loop(case, dtype):
+    tensors = make_tensors(replace(case, dtype=dtype), "cuda")
+    out, lse = attend(tensors)
+    assert_attention(tensors, out, lse)
+
+
+@pytest.mark.parametrize("case", LARGE_CASES, ids=str)
+def test_batches_of_serving_size_equal_the_reference(case):
+    tensors = make_tensors(case, "cuda")
+    out, lse = attend(tensors)
+    expected_out, expected_lse = attend(tensors, paged_attention_reference)
+    tolerance = TOLERANCE[case.dtype]
+    torch.testing.assert_close(out.float(), expected_out.float(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+    # Repeated, and over a cache without poison: the same bits.
+    for fill in (None, 0.0):
+        if fill is not None:
+            tensors.layer.flat.nan_to_num_(fill)
+        again, lse_again = attend(tensors)
+        assert torch.equal(out, again)
+        assert torch.equal(lse, lse_again)
+
+
+@pytest.mark.parametrize("num_query_heads", [32, 56, 8], ids=["group_4", "group_7", "group_1"])
+def test_one_captured_graph_is_right_for_every_later_batch(num_query_heads):
+    """Captured with lengths of 1; then lengths and tables change in place, outputs are poisoned before each replay."""
+    torch.manual_seed(0)
+    batch, block_size, num_blocks, width = 24, 16, 6000, 4096
+    k = torch.randn(num_blocks, block_size, 8, 128, device="cuda", dtype=BF16)
+    v = torch.randn_like(k)
+    q = torch.randn(batch, num_query_heads, 128, device="cuda", dtype=BF16)
+    metadata = AttentionMetadata(
+        block_table=torch.full((batch, width), GARBAGE, dtype=torch.int32, device="cuda"),
+        seq_lens=torch.ones(batch, dtype=torch.int32, device="cuda"),
+        slot_mapping=torch.full((batch,), -1, dtype=torch.int64, device="cuda"),
+        num_tokens=batch,
+        num_seqs=batch,
+        max_query_len=1,
+    )
+    metadata.block_table[:, 0] = 0
+    out = torch.empty_like(q)
+    paged_attention(q, (k, v), metadata, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, lse = paged_attention(q, (k, v), metadata, out=out, return_lse=True)
+    batches = {
+        "empty": [0] * batch,
+        "skew": [60000] + [33] * (batch - 1),
+        "last": [1] * (batch - 1) + [65536],
+        "ragged": [137 * i % 4000 for i in range(batch)],
+        "even": [2048] * batch,
+        "ones": [1] * batch,
+    }
+    for name, lengths in batches.items():
+        table = torch.full((batch, width), GARBAGE, dtype=torch.int32)
+        order = torch.randperm(num_blocks)
+        taken = 0
+        for row, length in enumerate(lengths):
+            need = -(-length // block_size)
+            table[row, :need] = order[torch.arange(taken, taken + need) % num_blocks].int()
+            taken += need
+        metadata.block_table.copy_(table)
+        metadata.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected, expected_lse = paged_attention_reference(q, (k, v), metadata, return_lse=True)
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+
+
+def test_a_captured_prefill_is_right_for_other_query_lengths():
+    torch.manual_seed(0)
+    case = varlen("captured", *((16, 400),) * 8, **MODEL)
+    tensors = make_tensors(case, "cuda")
+    tensors.layer.flat.nan_to_num_(0.5)
+    q, metadata = tensors.q, replace(tensors.metadata, max_query_len=case.num_tokens)
+    out = tensors.out()
+    paged_attention(q, tensors.layer, metadata, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_attention(q, tensors.layer, metadata, out=out)
+    for queries in ([16] * 8, [100, 0, 1, 1, 1, 20, 0, 5], [0] * 8, [128, 0, 0, 0, 0, 0, 0, 0], [1] * 8):
+        starts = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        metadata.query_start_loc.copy_(starts)
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = paged_attention_reference(q, tensors.layer, metadata)
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_two_calls_in_flight_do_not_share_a_workspace():
+    """Workspaces come from the caching allocator, which follows streams."""
+    cases = [make_tensors(replace(LARGE_CASES[index], name="in flight"), "cuda") for index in (1, 2)]
+    expected = [attend(tensors)[0] for tensors in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        found = []
+        for tensors, stream in zip(cases, streams):
+            with torch.cuda.stream(stream):
+                found.append(attend(tensors)[0])
+        torch.cuda.synchronize()
+        assert all(torch.equal(left, right) for left, right in zip(found, expected))
+
+
+def test_offsets_beyond_31_bits():
+    """Blocks whose first element lies past 2^31 elements of an interleaved K/V tensor."""
+    num_blocks, block_size, heads, dim = 70_000, 16, 8, 128
+    both = torch.empty(num_blocks, 2, block_size, heads, dim, device="cuda", dtype=BF16)
+    assert both.numel() > 2**31
+    torch.manual_seed(0)
+    used = list(range(num_blocks - 20, num_blocks))
+    both[used] = torch.randn(20, 2, block_size, heads, dim, device="cuda", dtype=BF16)
+    small = both[used].clone()
+    metadata = AttentionMetadata(
+        block_table=torch.tensor([used], dtype=torch.int32, device="cuda"),
+        seq_lens=torch.tensor([315], dtype=torch.int32, device="cuda"),
+        slot_mapping=torch.full((1,), -1, dtype=torch.int64, device="cuda"),
+        num_tokens=1,
+        num_seqs=1,
+        max_query_len=1,
+    )
+    moved = replace(metadata, block_table=metadata.block_table - (num_blocks - 20))
+    q = torch.randn(1, 32, dim, device="cuda", dtype=BF16)
+    assert torch.equal(
+        paged_attention(q, (both[:, 0], both[:, 1]), metadata), paged_attention(q, (small[:, 0], small[:, 1]), moved)
+    )
+
+
+def test_what_changes_from_step_to_step_compiles_nothing():
+    cases = [decode("a", *range(20, 36), **MODEL), decode("b", *range(1, 12), **MODEL), decode("c", 5000, **MODEL)]
+    tensors = [make_tensors(case, "cuda") for case in cases]
+    attend(tensors[0])
+    with count_compilations() as compiled:
+        for other in tensors[1:]:
+            attend(other)
+    assert compiled == []
+
+
+@pytest.mark.parametrize(
+    ("num_query_heads", "head_dim", "dtype"),
+    [
+        pytest.param(32, 128, BF16, id="8x4-128-bf16"),
+        pytest.param(9, 64, F16, id="3x3-64-f16"),
+        pytest.param(14, 80, BF16, id="2x7-80-bf16"),
+    ],
+)
+def test_compile_kernels_leaves_nothing_to_compile(num_query_heads, head_dim, dtype):
+    num_kv_heads = {32: 8, 9: 3, 14: 2}[num_query_heads]
+    spec = tkv.AttentionSpec(num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
+    with tkv.KVCache.reserve(spec, num_layers=2, block_size=16, capacity=100, device="cuda") as cache:
+        cache.extend(1)
+        tkv.compile_kernels(cache, num_query_heads, max_seqs=300, max_tokens=700)
+        assert cache.check().count == 0
+        buffers = tkv.AttentionBuffers(700, 300, 4, "cuda")
+        buffers.dummy(1, 1)
+        with count_compilations() as compiled:
+            for num_tokens, num_seqs in (
+                (1, 1),
+                (33, 33),
+                (50, 50),
+                (64, 64),
+                (300, 300),
+                (700, 3),
+                (9, 2),
+                (260, 257),
+            ):
+                metadata = buffers.dummy(num_tokens, num_seqs)
+                qkv = torch.randn(num_tokens, num_query_heads + 2 * num_kv_heads, head_dim, device="cuda").to(dtype)
+                q, k, v = qkv.split((num_query_heads, num_kv_heads, num_kv_heads), dim=1)
+                for layer in cache:
+                    tkv.write_kv(k, v, layer, metadata.slot_mapping)
+                    tkv.paged_attention(q, layer, metadata)
+        assert compiled == []
