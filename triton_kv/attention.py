@@ -218,6 +218,7 @@ def decode_launches(
         num_warps=choice.num_warps,
         num_stages=choice.num_stages,
         launch_pdl=choice.use_pdl,
+        max_registers=choice.max_registers,
     )
     join = Launch(
         kernel=join_kernel,
@@ -311,6 +312,7 @@ def prefill_launches(
         },
         num_warps=choice.num_warps,
         num_stages=choice.num_stages,
+        max_registers=choice.max_registers,
     )
     return (launch,)
 

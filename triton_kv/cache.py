@@ -1,4 +1,4 @@
-"""KVCache: every layer's keys and values in one reservation, committed block by block under addresses that never move."""
+"""KVCache: every layer's keys and values in one reservation, committed block by block; addresses never move."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ ERROR_KINDS = {0: "none", 1: "block id read by attention", 2: "slot written"}
 class CheckReport(NamedTuple):
     """What kernels met outside the watermark since the cache was reserved (or since the last reset)."""
 
-    count: int  # accesses masked (reads) or dropped (writes)
+    num_errors: int  # accesses masked (reads) or dropped (writes)
     kind: str  # of the first one
     row: int  # its sequence (reads) or token (writes)
     value: int  # the block id or slot
 
     @property
     def ok(self) -> bool:
-        return self.count == 0
+        return self.num_errors == 0
 
 
 class CommittedViews(NamedTuple):
@@ -63,7 +63,7 @@ class CommittedViews(NamedTuple):
 class KVCache:
     """A paged KV cache: address space for `capacity` blocks, physical memory for the first `num_blocks` of them.
 
-    Made by `KVCache.reserve`. `extend` commits more blocks under the same addresses, so CUDA graphs captured before stay
+    Made by `KVCache.reserve`. `extend` commits more blocks under the same addresses, so graphs captured before stay
     valid; `cache[layer]` are the views that kernels read and write; `close` gives everything back. A context manager.
     Changing calls may come from any thread, one at a time; reading counters never waits. The scheme follows vAttention
     (Prabhu et al., 2024) and PyTorch's expandable segments, with one handle per segment and extend.
@@ -225,12 +225,13 @@ class KVCache:
     def extend(self, num_blocks: int | Plan) -> KVCache:
         """Commits blocks until the cache holds `num_blocks`; every new one is zero. Returns the cache.
 
-        A number at or below `num_blocks` changes nothing. Addresses, and the contents of blocks already there, stay. The
-        host waits for the zeroing, so work launched afterwards on any stream sees it; work already queued goes on
+        A number at or below `num_blocks` changes nothing. Addresses, and the contents of blocks already there, stay.
+        The host waits for the zeroing, so work launched afterwards on any stream sees it; work already queued goes on
         meanwhile. All or nothing: after an error the cache is as it was and the call may be repeated.
 
-        Raises `ValueError` beyond the capacity or for a negative number, `TypeError` for anything but an int or a `Plan`,
-        `OutOfMemory` (asked, free and what would fit), `CaptureError` while the current stream captures, `Closed`.
+        Raises `ValueError` beyond the capacity or for a negative number, `TypeError` for anything but an int or a
+        `Plan`, `OutOfMemory` (asked, free and what would fit), `CaptureError` while the current stream captures,
+        `Closed`.
         """
         target = num_blocks.num_blocks if isinstance(num_blocks, Plan) else num_blocks
         if isinstance(target, bool) or not isinstance(target, int):
@@ -425,8 +426,8 @@ class KVCache:
         if self._state == "closed":
             return "KVCache(closed)"
         return (
-            f"KVCache({self._num_blocks} of {self.capacity} blocks of {self.block_size} tokens, {self.num_layers} layers, "
-            f"layout={self.layout.order!r}, mapped={self.mapped_bytes / GIB:.2f} GiB of "
+            f"KVCache({self._num_blocks} of {self.capacity} blocks of {self.block_size} tokens, "
+            f"{self.num_layers} layers, layout={self.layout.order!r}, mapped={self.mapped_bytes / GIB:.2f} GiB of "
             f"{self.reserved_bytes / GIB:.2f} GiB of addresses, device={self.device})"
         )
 

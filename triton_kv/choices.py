@@ -28,6 +28,11 @@ class Hardware:
         return isinstance(self.architecture, int) and self.architecture >= 90
 
     @property
+    def all_registers(self) -> int | None:
+        """The register limit to state where ptxas would otherwise spill a little to fit one more program in."""
+        return 255 if isinstance(self.architecture, int) else None
+
+    @property
     def has_wide_mma(self) -> bool:
         """Whether one matrix instruction takes 64 rows or more and leaves them where the softmax needs no exchange."""
         return self.architecture in (90, 100, 103)
@@ -80,6 +85,7 @@ class DecodeChoice:
     one_scan: bool  # one scan takes in all of them
     join_parts: int  # partials that the joining program reads at a time
     use_pdl: bool
+    max_registers: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("tile", "rows", "scan", "join_parts"):
@@ -116,9 +122,10 @@ def choose_decode(
     """
     lanes = max(lanes_of(head_dim), lanes_of(v_head_dim))
     rows = min(max(16, triton.next_power_of_2(group)), 64)
+    max_registers = None
     if itemsize_bytes == 4:  # no tensor cores: correct, not tuned
-        tile, num_warps, num_stages, per_sm = (16 if lanes > 128 else 32), 4, 2, 1
-        rows = 16
+        tile, num_warps, num_stages, per_sm, rows = 32, 4, 1, 1, 16
+        max_registers = hardware.all_registers
     elif rows > 16:
         tile, num_warps, num_stages, per_sm = max(16, 32 * 128 // max(lanes, 128)), 4, 3, 2
     else:
@@ -146,6 +153,7 @@ def choose_decode(
         one_scan=num_seqs <= scan,
         join_parts=max(4, min(16, 2048 // lanes_of(v_head_dim))),
         use_pdl=hardware.has_pdl,
+        max_registers=max_registers,
     )
 
 
@@ -164,6 +172,7 @@ class PrefillChoice:
     num_stages: int
     scan: int  # query starts scanned at a time
     one_scan: bool
+    max_registers: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("rows", "tile", "scan"):
@@ -194,8 +203,10 @@ def choose_prefill(
     lanes = max(lanes_of(head_dim), lanes_of(v_head_dim))
     longest = max_query_len * group
     rows = next((rows for rows in PREFILL_ROWS if longest <= rows), PREFILL_ROWS[-1])
+    max_registers = None
     if itemsize_bytes == 4:  # no tensor cores: correct, not tuned
-        rows, tile, num_warps, num_stages = 64, 16, 8, 1
+        rows, tile, num_warps, num_stages = 16, 16, 4, 1
+        max_registers = hardware.all_registers
     elif hardware.has_wide_mma:
         table = _PREFILL_WIDE if lanes <= 128 else _PREFILL_WIDE_256
         tile, num_warps, num_stages = table[rows]
@@ -215,6 +226,7 @@ def choose_prefill(
         num_stages=num_stages,
         scan=scan,
         one_scan=num_seqs < scan,
+        max_registers=max_registers,
     )
 
 

@@ -26,8 +26,8 @@ def compile_kernels(
     Call it before capture and before the plan: a module that loads later takes device memory that the plan gave away.
     Covers `write_kv` (rows of their own, and slices of one fused qkv tensor) and causal `paged_attention` with and
     without `query_start_loc`, over 16-byte aligned tensors. The kernel behind `AttentionBuffers.fill` compiles at its
-    first fill (or `dummy`). Launches nothing and does not synchronise. Returns how many launches were compiled; on a CPU
-    there is nothing to do and it returns 0.
+    first fill (or `dummy`). Launches nothing and does not synchronise. Returns how many launches were compiled; on a
+    CPU there is nothing to do and it returns 0.
 
     Raises `ValueError` for sizes below 1 or heads that are no multiple of the KV heads, and what an op raises on a
     cache that is closed or has no block.

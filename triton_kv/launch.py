@@ -40,6 +40,7 @@ class Launch:
     num_warps: int
     num_stages: int
     launch_pdl: bool = False  # may start before its predecessor on the stream ends (CUDA, compute capability 9.0 up)
+    max_registers: int | None = None  # a thread (CUDA); where it is stated, ptxas spills less to fit in more programs
 
     def run(self, device: torch.device | None = None) -> None:
         """Launch on the current stream of `device` (None: of the current device). Does not synchronise."""
@@ -52,8 +53,8 @@ class Launch:
     def compile(self, *, load: bool = True) -> Any:
         """Compile for the current device without launching, and return Triton's compiled kernel.
 
-        Only dtypes, alignments and constexprs are looked at, so tensors may be on the meta device. `load` also loads the
-        module onto the device, because one that is loaded lazily takes device memory after the cache was sized.
+        Only dtypes, alignments and constexprs are looked at, so tensors may be on the meta device. `load` also loads
+        the module onto the device, because one that is loaded lazily takes device memory after the cache was sized.
         """
         compiled = self.kernel.warmup(**self.arguments, **self.options(), grid=self.grid)
         if load:
@@ -69,6 +70,8 @@ class Launch:
         }
         if self.launch_pdl:  # AMD's backend does not know the option
             options["launch_pdl"] = True
+        if self.max_registers is not None:
+            options["maxnreg"] = self.max_registers
         return options
 
 

@@ -67,7 +67,8 @@ def fit_blocks(
 ) -> Plan:
     """The largest number of blocks that keeps the device within its budget. Pure: reads no device.
 
-    `mapped_bytes_at(n)` is the physical bytes of the cache at n blocks, whole granules; `mapped_bytes` what it maps now.
+    `mapped_bytes_at(n)` is the physical bytes of the cache at n blocks, whole granules; `mapped_bytes` what it maps
+    now.
     Two limits hold at once: everything in use on the device (all processes, the cache's growth, activations, headroom)
     stays within `utilization * total_bytes`, and the growth fits what is free now. All sizes in bytes.
 
@@ -126,8 +127,8 @@ def plan_blocks(
 ) -> Plan:
     """Reads the cache's device and says how many blocks it may hold; call it after warm-up and capture.
 
-    `activation_bytes` defaults to what torch's allocator needed at its peak and no longer holds. Synchronises the device,
-    so that memory which queued work still frees is counted. Raises what `fit_blocks` raises, and `Closed`.
+    `activation_bytes` defaults to what torch's allocator needed at its peak and no longer holds. Synchronises the
+    device, so that memory which queued work still frees is counted. Raises what `fit_blocks` raises, and `Closed`.
     """
     free_bytes, total_bytes = cache.memory_info()
     if activation_bytes is None:

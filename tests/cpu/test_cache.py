@@ -315,7 +315,7 @@ def test_op_on_a_layout_without_contiguous_channels(layout):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_no_gpu_where_one_is_asked_for():
-    with pytest.raises(tkv.Unavailable, match="driver|device"):
+    with pytest.raises(tkv.Unavailable, match=r"driver|device"):
         tkv.KVCache.reserve(SPEC, block_size=16, num_layers=1, device="cuda")
 
 

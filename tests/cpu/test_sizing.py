@@ -97,7 +97,7 @@ def test_bad_input(changes, message):
 
 
 def test_not_even_one_block():
-    with pytest.raises(tkv.OutOfMemory, match="not even one block fits.*raise utilization or lower headroom"):
+    with pytest.raises(tkv.OutOfMemory, match=r"not even one block fits.*raise utilization or lower headroom"):
         fit(headroom_bytes=700 * MIB)
 
 

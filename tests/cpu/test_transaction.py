@@ -12,7 +12,7 @@ from memory_drivers import MAKERS, drivers, has_contents
 
 from triton_kv.errors import Broken, DriverError, TritonKVError
 from triton_kv.extensible import ExtensibleTensor
-from triton_kv.memory import FaultyMemory, HostMemory, PoisonedMemory, VirtualMemory
+from triton_kv.memory import FakeMemory, FaultyMemory, HostMemory, PoisonedMemory, VirtualMemory
 from triton_kv.memory.transaction import Transaction
 
 
@@ -262,3 +262,51 @@ def test_an_interrupt_while_growing_is_undone() -> None:
     buffer.resize_per_segment_(_large(memory))
     buffer.free()
     assert memory.live == (0, 0, 0)
+
+
+class SlowMemory(FakeMemory):
+    """Fills run only when somebody waits, and whoever unmaps under a queued one is caught."""
+
+    def __init__(self) -> None:
+        super().__init__(G)
+        self.queued: list[range] = []
+
+    def fill(self, address: int, num_bytes: int, value: int = 0, *, stride: int = 0, count: int = 1) -> None:
+        super().fill(address, num_bytes, value, stride=stride, count=count)
+        self.queued += [range(address + i * stride, address + i * stride + num_bytes) for i in range(count)]
+
+    def wait(self) -> None:
+        self.queued.clear()
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        for each in self.queued:
+            assert each.stop <= address or address + num_bytes <= each.start, "unmapped under a queued fill"
+        super().unmap(address, num_bytes)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.parametrize("call", ["create", "map", "set_access", "fill"])
+def test_undo_waits_for_queued_zeroing_before_it_unmaps(monkeypatch: pytest.MonkeyPatch, call: str, nth: int) -> None:
+    monkeypatch.setattr("triton_kv.extensible.FILL_BYTES", 1)  # a fill for every segment
+    inner = SlowMemory()
+    memory = FaultyMemory(inner)
+    buffer = ExtensibleTensor(3 * 8 * G, num_segments=3, memory=memory)
+    buffer.resize_per_segment_(G, zero_new=True)
+    live = inner.live
+    memory.fail(call, nth, code="EIO")
+    with pytest.raises(DriverError, match=f"{call} failed with EIO") as caught:
+        buffer.resize_per_segment_(8 * G, zero_new=True)
+    assert caught.value.undo_failures == ()
+    assert inner.live == live
+    buffer.resize_per_segment_(8 * G, zero_new=True)
+    assert inner.queued == [], "the host must have waited for the zeroing"
+
+
+def test_a_failed_wait_is_undone_too() -> None:
+    inner = SlowMemory()
+    memory = FaultyMemory(inner)
+    buffer = ExtensibleTensor(3 * 8 * G, num_segments=3, memory=memory)
+    memory.fail("wait")
+    with pytest.raises(DriverError, match="wait failed with EIO"):
+        buffer.resize_per_segment_(8 * G, zero_new=True)
+    assert (inner.live, buffer.num_bytes) == ((1, 0, 0), 0)

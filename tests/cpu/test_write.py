@@ -119,11 +119,11 @@ def test_writes_past_the_watermark_are_dropped_and_counted():
         )  # the last two blocks: not committed, so a write would fault
         write_kv(k, k, cache[0], slots)
         report = cache.check()
-        assert (report.count, report.kind, report.row, report.value) == (2, "slot written", 1, 8)
+        assert (report.num_errors, report.kind, report.row, report.value) == (2, "slot written", 1, 8)
         assert cache[0].k[:2].sum() == 2 * 16
         cache.extend(3)
         write_kv(k[:2], k[:2], cache[0], slots[:2])
-        assert cache.check().count == 2
+        assert cache.check().num_errors == 2
         assert cache[0].k[2, 0].sum() == 2 * 16
         layer = cache[0]
     with pytest.raises(Closed):

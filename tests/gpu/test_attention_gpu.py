@@ -232,7 +232,7 @@ def test_compile_kernels_leaves_nothing_to_compile(num_query_heads, head_dim, dt
     with tkv.KVCache.reserve(spec, num_layers=2, block_size=16, capacity=100, device="cuda") as cache:
         cache.extend(1)
         tkv.compile_kernels(cache, num_query_heads, max_seqs=300, max_tokens=700)
-        assert cache.check().count == 0
+        assert cache.check().num_errors == 0
         buffers = tkv.AttentionBuffers(700, 300, 4, "cuda")
         buffers.dummy(1, 1)
         with count_compilations() as compiled:

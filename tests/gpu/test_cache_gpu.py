@@ -67,7 +67,9 @@ def test_mapped_bytes_are_what_the_driver_lost(layout):
 
 
 def test_reserving_four_times_the_device_takes_no_memory():
-    small = torch.zeros(8, device="cuda")  # torch's allocator takes 2 MiB for small tensors, the control block among them
+    small = torch.zeros(
+        8, device="cuda"
+    )  # torch's allocator takes 2 MiB for small tensors, the control block among them
     free_before, total = torch.cuda.mem_get_info()
     block_bytes = 16 * 2 * 8 * 128 * 2 * 16
     with reserve(capacity=4 * total // block_bytes, num_layers=16, poison=False) as cache:
@@ -134,7 +136,12 @@ def test_work_queued_on_another_stream_after_extend_sees_zeroed_blocks():
 
 
 def run_in_process(code: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
 
 
 PREAMBLE = """

@@ -93,7 +93,7 @@ def test_write_captured_at_one_block_reaches_the_last_block():
         slot_mapping.copy_(torch.tensor([last + 1, -5, 1]))
         graph.replay()
         report = cache.check(reset=True)
-        assert (report.count, report.kind, report.row, report.value) == (1, "slot written", 0, last + 1)
+        assert (report.num_errors, report.kind, report.row, report.value) == (1, "slot written", 0, last + 1)
 
 
 def test_nothing_compiles_after_the_plan():

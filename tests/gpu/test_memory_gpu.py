@@ -1,4 +1,4 @@
-"""The CUDA driver on a device: addresses, contexts, captures, lifetime (its contract: tests/cpu/test_memory_contract)."""
+"""The CUDA driver on a device: addresses, contexts, captures, lifetime (its contract: test_memory_contract)."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_concurrent_errors_are_all_counted():
         slots = torch.arange(num_tokens, device=CUDA)  # 64 of them are committed
         write_kv(k, k, cache[0], slots)
         report = cache.check(reset=True)
-        assert (report.count, report.kind) == (num_tokens - 64, "slot written")
+        assert (report.num_errors, report.kind) == (num_tokens - 64, "slot written")
         assert report.row == report.value >= 64
         assert bool((cache[0].k[:4] == 1).all())
         assert cache.check().ok
@@ -125,7 +125,7 @@ def test_captured_before_growth_writes_after_it():
             for layer in cache:
                 write_kv(k, k, layer, slots)
         graph.replay()
-        assert cache.check(reset=True).count == 2  # the last slot, once a layer
+        assert cache.check(reset=True).num_errors == 2  # the last slot, once a layer
         cache.extend(1 << 12)
         graph.replay()
         assert cache.check().ok

@@ -1,0 +1,93 @@
+"""Runs tests/gpu and writes a record: `python -m bench.gpu_tests --out bench/results/<gpu>/gpu_tests.json`.
+
+Tests of the ops share the GPU among several processes where pytest-xdist is installed; tests that read the device's free
+memory run alone. `--memcheck` runs the kernel tests under `compute-sanitizer` instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+from bench.provenance import provenance
+
+ROOT = Path(__file__).parents[1]
+KERNEL_TESTS = ("attention", "metadata", "write", "zero")
+SANITIZER = ("compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "99")
+
+
+def run_pytest(
+    files: list[str], *, prefix: tuple[str, ...] = (), processes: int = 1, more: list[str]
+) -> dict[str, Any]:
+    """One pytest run: its exit code, seconds, and every test's outcome by id."""
+    has_xdist = importlib.util.find_spec("xdist") is not None
+    parallel = ["-n", str(processes)] if processes > 1 and has_xdist else []
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [*prefix, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        started = time.perf_counter()
+        done = subprocess.run([*command, *parallel, *files, *more], cwd=ROOT, capture_output=bool(prefix), text=True)
+        outcomes: dict[str, str] = {}
+        for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
+            found = {child.tag for child in case}
+            outcome = "failed" if found & {"failure", "error"} else "skipped" if "skipped" in found else "passed"
+            outcomes[f"{case.get('classname')}::{case.get('name')}"] = outcome
+    run: dict[str, Any] = {
+        "command": " ".join(["python", *command[len(prefix) + 1 : -1], *parallel, *files, *more]),
+        "exit_code": done.returncode,
+        "seconds": round(time.perf_counter() - started, 1),
+        "outcomes": outcomes,
+    }
+    if prefix:
+        run["command"] = " ".join([*prefix, run["command"]])
+        run["summaries"] = sorted({line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line})
+        print(done.stdout[-2000:])
+    return run
+
+
+def main() -> int:
+    """Exit code 0 if every run passed."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_tests", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--memcheck", action="store_true", help="the kernel tests under compute-sanitizer")
+    parser.add_argument("--processes", type=int, default=6)
+    parser.add_argument("more", nargs="*", help="passed on to pytest, after --")
+    options = parser.parse_args()
+    kernel_files = [f"tests/gpu/test_{name}_gpu.py" for name in KERNEL_TESTS]
+    others = sorted(
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests/gpu").glob("test_*.py")
+        if str(path.relative_to(ROOT)) not in kernel_files
+    )
+    prefix = SANITIZER if options.memcheck else ()
+    runs = [run_pytest(kernel_files, prefix=prefix, processes=options.processes, more=options.more)]
+    if not options.memcheck:
+        runs.append(run_pytest(others, more=options.more))
+    counts: dict[str, int] = {"passed": 0, "failed": 0, "skipped": 0}
+    for run in runs:
+        for outcome in run["outcomes"].values():
+            counts[outcome] += 1
+    environment = provenance(" ".join(["python -m bench.gpu_tests", *sys.argv[1:]]))
+    record = {
+        "suite": "memcheck" if options.memcheck else "gpu_tests",
+        "source_id": environment["source_id"],
+        "env": environment,
+        "counts": counts,
+        "runs": runs,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"{record['suite']}: {counts}, source {record['source_id']}")
+    return 0 if all(run["exit_code"] == 0 for run in runs) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
