@@ -1,7 +1,7 @@
-"""Runs tests/gpu and writes a record: `python -m bench.gpu_tests --out bench/results/<gpu>/gpu_tests.json`.
+"""Runs tests/gpu and writes a record: `python -m bench.gpu_tests --out bench/results/<gpu>/tests.json`.
 
-Tests of the ops share the GPU among several processes where pytest-xdist is installed; tests that read the device's free
-memory run alone. `--memcheck` runs the kernel tests under `compute-sanitizer` instead.
+Tests of the ops share the GPU among several processes where pytest-xdist is installed; tests that read free memory
+run alone. `--memcheck` runs the kernel tests under `compute-sanitizer` instead.
 """
 
 from __future__ import annotations
