@@ -271,9 +271,7 @@ class KVCache:
         except DriverError as error:
             if not error.out_of_memory:
                 raise
-            described = self._out_of_memory(target)
-            attach_failures(described, transaction.undo_failures)
-            raise described from error
+            raise self._out_of_memory(target, transaction.undo_failures) from error
         finally:
             if transaction.undo_failures:
                 self._state = "broken"
@@ -285,24 +283,31 @@ class KVCache:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _out_of_memory(self, target: int) -> OutOfMemory:
+    def _out_of_memory(self, target: int, undo_failures: list[BaseException]) -> OutOfMemory:
         free_bytes, _ = self._memory.memory_info()
         would_fit = largest_fit(self.mapped_bytes_at, self.mapped_bytes + free_bytes, self.capacity)
-        return OutOfMemory(
+        described = OutOfMemory(
             self.mapped_bytes_at(target) - self.mapped_bytes,
             free_bytes,
             would_fit=would_fit,
             unit="blocks",
             detail=f"extend({target}) from {self._num_blocks} blocks",
         )
+        attach_failures(described, undo_failures)
+        return described
 
     def close(self) -> None:
         """Gives back memory and addresses; waits for the device. Closing twice does nothing.
 
-        Views that are still alive keep their address range reserved and fault when touched.
+        Views that are still alive keep their address range reserved and fault when touched. If the driver refuses
+        something, the rest is freed, the failure is raised, and the next call tries it again. Raises `CaptureError`
+        while the current stream captures, `Forked` in a forked child.
         """
+        if os.getpid() != self._pid:
+            raise Forked("this KVCache")
         with self._lock:
-            if self._state == "closed" or os.getpid() != self._pid:
+            if self._state == "closed":
+                self._buffer.free()  # does nothing unless an earlier try failed
                 return
             if self._memory.is_capturing():
                 raise CaptureError("close")

@@ -319,15 +319,29 @@ def test_no_gpu_where_one_is_asked_for():
         tkv.KVCache.reserve(SPEC, block_size=16, num_layers=1, device="cuda")
 
 
+def test_a_close_that_failed_is_tried_again():
+    driver = tkv.HostMemory(PAGE)
+    faulty = tkv.FaultyMemory(driver)
+    cache = reserve(memory=faulty).extend(20)
+    faulty.fail("unmap", nth=2)
+    with pytest.raises(tkv.DriverError, match="unmap"):
+        cache.close()
+    assert 0 < driver.live.mappings <= 1  # all else was freed
+    cache.close()
+    assert driver.live == (0, 0, 0)
+
+
 def test_a_forked_child_is_told():
     cache = reserve().extend(2)
     child = os.fork()
     if child == 0:
-        try:
-            cache.extend(3)
-        except tkv.Forked:
-            os._exit(5)
-        os._exit(1)
+        for change in (lambda: cache.extend(3), cache.close):
+            try:
+                change()
+                os._exit(1)
+            except tkv.Forked:
+                pass
+        os._exit(5)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
     assert cache.extend(3).num_blocks == 3
     cache.close()

@@ -292,7 +292,12 @@ def make():
 def _run(code: str) -> subprocess.CompletedProcess[str]:
     program = PRELUDE + textwrap.dedent(code)
     return subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
