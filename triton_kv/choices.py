@@ -124,15 +124,15 @@ def choose_decode(
     rows = min(max(16, triton.next_power_of_2(group)), 64)
     max_registers = None
     if itemsize_bytes == 4:  # no tensor cores: correct, not tuned
-        tile, num_warps, num_stages, per_sm, rows = 32, 4, 1, 1, 16
+        tile, num_warps, num_stages, per_sm, rows = 16, 4, 1, 2, 16
         max_registers = hardware.all_registers
     elif rows > 16:
-        tile, num_warps, num_stages, per_sm = max(16, 32 * 128 // max(lanes, 128)), 4, 3, 2
+        tile, num_warps, num_stages, per_sm = (32, 4, 3, 2) if lanes <= 128 else (16, 8, 3, 1)
     else:
         tile, num_warps, num_stages, per_sm = (32, 2, 3, 4) if num_seqs >= 64 else (64, 4, 3, 2)
         if hardware.shared_memory_bytes < 128 << 10 and tile == 64:
             tile = 32
-        tile = min(max(16, tile * 128 // lanes), 128)
+        tile = min(max(16, tile * 128 // lanes), 128 if lanes >= 64 else 64)  # small heads: scores fill the registers
     if hardware.architecture == "hip":
         num_warps, num_stages = 4, min(num_stages, 2)
     while per_sm > 1 and per_sm * _decode_shared_bytes(tile, lanes, num_stages, itemsize_bytes) > (
@@ -212,6 +212,7 @@ def choose_prefill(
         tile, num_warps, num_stages = table[rows]
     else:
         rows = min(rows, 64)
+        max_registers = hardware.all_registers
         table = _PREFILL if lanes <= 128 else _PREFILL_256
         tile, num_warps, num_stages = table[rows]
     if hardware.architecture == "hip":

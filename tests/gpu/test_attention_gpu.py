@@ -45,7 +45,7 @@ LARGE_CASES = (
     decode("group_128", 5000, 12, 100, **{**MODEL, "num_kv_heads": 1, "group": 128}),
     decode("dim_256", 5000, 12, 100, **{**MODEL, "head_dim": 256, "v_head_dim": 256}),
     decode("dim_112_f16", 5000, 12, 100, **{**MODEL, "head_dim": 112, "v_head_dim": 112, "dtype": F16}),
-    decode("dim_192_128", 5000, 12, 100, **{**MODEL, "head_dim": 192}),
+    decode("dim_192_128", 5000, 12, 100, **{**MODEL, "head_dim": 192}, layout="LBTNHD"),
     varlen("one_2k", (2048, 2048), **MODEL),
     varlen("chunk_on_context", (512, 9000), (512, 512), **MODEL),
     varlen("mixed", *((1, 500 + i) for i in range(60)), (300, 1000), (7, 7), **MODEL, padding_tokens=9),
