@@ -1,4 +1,4 @@
-"""Runs tests/gpu and writes a record: `python -m bench.gpu_tests --out bench/results/<gpu>/tests.json`.
+"""Runs tests/gpu and writes a record: `python -m bench.gpu_tests --out bench/results/<gpu>/gpu_tests.json`.
 
 Tests of the ops share the GPU among several processes where pytest-xdist is installed; tests that read free memory
 run alone. `--memcheck` runs the kernel tests under `compute-sanitizer` instead.
@@ -54,7 +54,7 @@ def run_pytest(
 
 
 def run_again(record: dict[str, Any], more: list[str]) -> list[dict[str, Any]]:
-    """The record's runs without their failed tests, and one run of those: for tests that were wrong, not the sources."""
+    """The record's runs without their failed tests, and a run of those: for tests that were wrong, not the sources."""
     if record["source_id"] != source_id():
         raise SystemExit(f"the record's sources {record['source_id']} are not these, {source_id()}: run all tests")
     failed: list[str] = []

@@ -121,11 +121,11 @@ def choose_decode(
     Elsewhere tiles shrink until as many programs fit into shared memory.
     """
     lanes = max(lanes_of(head_dim), lanes_of(v_head_dim))
-    rows = min(max(16, triton.next_power_of_2(group)), 64)
-    max_registers = None
+    # 64 rows of a wide instruction of sm_100 would fill the registers.
+    rows = min(max(16, triton.next_power_of_2(group)), 32 if hardware.architecture in (100, 103) else 64)
+    max_registers = hardware.all_registers
     if itemsize_bytes == 4:  # no tensor cores: correct, not tuned
         tile, num_warps, num_stages, per_sm, rows = 16, 4, 1, 2, 16
-        max_registers = hardware.all_registers
     elif rows > 16:
         tile, num_warps, num_stages, per_sm = (32, 4, 3, 2) if lanes <= 128 else (16, 8, 3, 1)
     else:
@@ -133,6 +133,8 @@ def choose_decode(
         if hardware.shared_memory_bytes < 128 << 10 and tile == 64:
             tile = 32
         tile = min(max(16, tile * 128 // lanes), 128 if lanes >= 64 else 64)  # small heads: scores fill the registers
+        if lanes >= 64:
+            max_registers = None  # as measured
     if hardware.architecture == "hip":
         num_warps, num_stages = 4, min(num_stages, 2)
     while per_sm > 1 and per_sm * _decode_shared_bytes(tile, lanes, num_stages, itemsize_bytes) > (
@@ -151,7 +153,7 @@ def choose_decode(
         num_chunks=max(1, hardware.num_sms * per_sm // (num_kv_heads * num_parts)),
         scan=scan,
         one_scan=num_seqs <= scan,
-        join_parts=max(4, min(16, 2048 // lanes_of(v_head_dim))),
+        join_parts=max(4, min(16 if v_head_dim == lanes_of(v_head_dim) else 8, 2048 // lanes_of(v_head_dim))),
         use_pdl=hardware.has_pdl,
         max_registers=max_registers,
     )

@@ -1,5 +1,9 @@
 """The attention kernels in the interpreter: shapes, strides, groups, block sizes, and all that must not be read."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.attention_cases import DECODE_CASES, VARLEN_CASES, assert_attention, make_tensors
@@ -27,3 +31,51 @@ def test_kernels_equal_the_naive_loop(case, monkeypatch):
     )
     assert returned is out
     assert_attention(tensors, out, lse)
+
+
+AT_THE_EDGE = """
+import sys
+import torch
+from triton_kv import AttentionSpec, HostMemory, KVCache
+from triton_kv.attention import paged_attention
+from triton_kv.kernels.decode import decode_kernel
+from triton_kv.launch import interpreted
+from triton_kv.metadata import AttentionMetadata
+
+assert interpreted(decode_kernel)
+kind, length = sys.argv[1], int(sys.argv[2])
+memory = HostMemory(granularity=4096)
+spec = AttentionSpec(num_kv_heads=1, head_dim=16, dtype=torch.float32)
+cache = KVCache.reserve(spec, num_layers=1, block_size=16, capacity=64, memory=memory).extend(4)
+address = memory.reserve(8192)
+handle = memory.create(4096)
+memory.map(address, 4096, handle)
+memory.set_access(address, 4096)
+table = memory.view(address + 4096 - 12, 12, cache).view(torch.int32)  # nothing is mapped behind its three entries
+table.copy_(torch.tensor([3, 63, 2]))  # block 63 is not committed
+queries = 1 if kind == "decode" else 5
+metadata = AttentionMetadata(
+    block_table=table.as_strided((1, 4), (4, 1)),  # the fourth entry is not there
+    seq_lens=torch.tensor([length], dtype=torch.int32),
+    slot_mapping=torch.full((queries,), -1),
+    query_start_loc=None if kind == "decode" else torch.tensor([0, queries], dtype=torch.int32),
+    num_tokens=queries,
+    num_seqs=1,
+    max_query_len=queries,
+)
+out = paged_attention(torch.ones(queries, 2, 16), cache[0], metadata)
+assert not out.isnan().any()
+assert cache.check().count == 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("length", "code"),
+    [pytest.param(47, 0, id="part"), pytest.param(48, 0, id="whole"), pytest.param(49, -11, id="one_token_too_many")],
+)
+@pytest.mark.parametrize("kind", ["decode", "varlen"])
+def test_nothing_outside_mapped_memory_is_read(kind, length, code):
+    """The last row of a table ends where mapped memory ends; so does the cache. SIGSEGV if a kernel reads one more."""
+    command = [sys.executable, "-c", AT_THE_EDGE, kind, str(length)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == code, done.stderr
