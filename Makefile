@@ -14,6 +14,9 @@ READY := $(VENV)/.ready
 endif
 
 MODEL_ENV := $(if $(MODEL),MODEL=$(MODEL))
+# Spinning OpenMP threads make torch ten times slower on busy cores.
+export OMP_WAIT_POLICY ?= passive
+
 PYTEST := $(PY) -m pytest -q
 
 .PHONY: demo test test-cpu test-interpret test-aot test-gpu test-matrix test-matrix-quick lint types clean
