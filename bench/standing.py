@@ -46,7 +46,7 @@ def standing(records: Iterable[dict[str, Any]]) -> str:
             if is_loss(case):
                 cells[4] = f"**{cells[4]}**"
             lines.append("| " + " | ".join(cells) + " |")
-        lines += ["", f"Made by `{env.get('command')}`."]
+        lines += ["", f"Made by `{str(env.get('command')).partition(' --out')[0]}`."]
         sections.append("\n".join(lines))
     return "\n\n".join(sections)
 

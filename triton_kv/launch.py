@@ -90,7 +90,7 @@ def register(name: str, schema: str, implementation: Callable[..., Any], fake: C
 
 
 def eager(*tensors: torch.Tensor | None) -> bool:
-    """Whether a call over these tensors may go straight to its implementation, past the dispatcher (0.5 us).
+    """Whether a call over these tensors may go straight to its implementation, past the dispatcher.
 
     Not under `torch.compile` or another tracer, not where a dispatch or function mode or a functorch transform is
     active, and not for tensor subclasses: all of them must see the registered op. The mode of
