@@ -11,11 +11,9 @@ from triton_kv.choices import Hardware, choose_decode, choose_prefill, hardware_
 from triton_kv.kernels.decode import decode_kernel, join_kernel
 from triton_kv.kernels.prefill import prefill_kernel
 from triton_kv.launch import Launch, eager, interpreted, register
-from triton_kv.layer import LayerCache, LayerOperands, operands_of
+from triton_kv.layer import OPERANDS_SCHEMA, LayerCache, LayerOperands, operands_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from triton_kv.metadata import AttentionMetadata
 
 MAX_HEAD_DIM = 256
@@ -91,25 +89,16 @@ def paged_attention(
     attend = _attend if eager(q, out, operands.k_cache, metadata.block_table) else _OP
     attend(
         q,
-        operands.k_cache,
-        operands.v_cache,
         metadata.block_table,
         metadata.seq_lens,
         metadata.query_start_loc,
         metadata.table_rows,
         out,
         lse,
-        operands.control,
         q.shape[2] ** -0.5 if scale is None else scale,
         causal,
         metadata.max_query_len,
-        operands.num_blocks,
-        operands.block_size,
-        operands.num_kv_heads,
-        operands.v_head_dim,
-        operands.v_offset,
-        operands.k_strides,
-        operands.v_strides,
+        *operands,
     )
     return out if lse is None else (out, lse)
 
@@ -411,41 +400,20 @@ def _check(
 
 def _attend(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor | None,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor | None,
     table_rows: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    control: torch.Tensor | None,
     scale: float,
     causal: bool,
     max_query_len: int,
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
-    v_head_dim: int,
-    v_offset: int,
-    k_strides: Sequence[int],
-    v_strides: Sequence[int],
+    *layer: Any,
 ) -> None:
     if q.shape[0] == 0:
         return
-    operands = LayerOperands(
-        k_cache=k_cache,
-        v_cache=v_cache,
-        v_offset=v_offset,
-        control=control,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_kv_heads=num_kv_heads,
-        head_dim=q.shape[2],
-        v_head_dim=v_head_dim,
-        k_strides=tuple(k_strides),  # type: ignore[arg-type]
-        v_strides=tuple(v_strides),  # type: ignore[arg-type]
-    )
+    operands = LayerOperands(*layer)
     # The interpreter's bfloat16 arithmetic is wrong.
     if q.device.type == "cpu" and (not interpreted(decode_kernel) or q.dtype == torch.bfloat16):
         _attend_plainly(q, operands, block_table, seq_lens, query_start_loc, table_rows, out, lse, scale, causal)
@@ -473,31 +441,6 @@ def _attend(
         )
     for launch in launches:
         launch.run(q.device)
-
-
-def _attend_fake(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor | None,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor | None,
-    table_rows: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    control: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-    max_query_len: int,
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
-    v_head_dim: int,
-    v_offset: int,
-    k_strides: Sequence[int],
-    v_strides: Sequence[int],
-) -> None:
-    return None
 
 
 def _attend_plainly(
@@ -578,12 +521,9 @@ def _count_bad_blocks(control: torch.Tensor, blocks: torch.Tensor, row: int, bou
 
 _OP = register(
     "paged_attention",
-    "(Tensor q, Tensor k_cache, Tensor? v_cache, Tensor block_table, Tensor seq_lens, Tensor? query_start_loc, "
-    "Tensor? table_rows, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? control, float scale, bool causal, "
-    "SymInt max_query_len, SymInt num_blocks, int block_size, int num_kv_heads, int v_head_dim, int v_offset, "
-    "int[] k_strides, int[] v_strides) -> ()",
+    "(Tensor q, Tensor block_table, Tensor seq_lens, Tensor? query_start_loc, Tensor? table_rows, Tensor(a!) out, "
+    f"Tensor(b!)? lse, float scale, bool causal, SymInt max_query_len, {OPERANDS_SCHEMA}) -> ()",
     _attend,
-    _attend_fake,
 )
 
 __all__ = [

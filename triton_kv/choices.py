@@ -212,6 +212,8 @@ def choose_prefill(
     elif hardware.has_wide_mma:
         table = _PREFILL_WIDE if lanes <= 128 else _PREFILL_WIDE_256
         tile, num_warps, num_stages = table[rows]
+        if hardware.architecture != 90 and rows > 16:  # the scores come through registers there
+            num_warps, max_registers = 8, hardware.all_registers
     else:
         rows = min(rows, 64)
         max_registers = hardware.all_registers

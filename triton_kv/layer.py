@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 class LayerOperands(NamedTuple):
     """One layer's K and V as the ops take them: one tensor (or two), and geometry in elements.
 
     A cache's layer is passed as a single flat tensor, because `torch.compile` clones the base of two views that one op
-    mutates; a pair of plain tensors is passed as it is.
+    mutates; a pair of plain tensors is passed as it is. An op takes the fields in this order, as its last arguments.
     """
 
     k_cache: torch.Tensor  # flat storage of the layer, or a plain [num_blocks, block_size, num_kv_heads, head_dim]
@@ -27,8 +27,8 @@ class LayerOperands(NamedTuple):
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
-    k_strides: tuple[int, int, int]  # block, token, head
-    v_strides: tuple[int, int, int]
+    k_strides: Sequence[int]  # block, token, head
+    v_strides: Sequence[int]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -54,6 +54,17 @@ class LayerOperands(NamedTuple):
         k = self.k_cache.as_strided(k_shape, (*self.k_strides, 1), start)
         v = self.k_cache.as_strided(v_shape, (*self.v_strides, 1), start + self.v_offset)
         return k, v
+
+
+# The fields of `LayerOperands` in the schema of an op that reads the cache, and of one that writes it. Bad accesses are
+# counted in `control`.
+OPERANDS_SCHEMA = (
+    "Tensor k_cache, Tensor? v_cache, int v_offset, Tensor(c!)? control, SymInt num_blocks, int block_size, "
+    "int num_kv_heads, int head_dim, int v_head_dim, int[] k_strides, int[] v_strides"
+)
+WRITTEN_OPERANDS_SCHEMA = OPERANDS_SCHEMA.replace(
+    "Tensor k_cache, Tensor? v_cache", "Tensor(a!) k_cache, Tensor(b!)? v_cache"
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -143,4 +154,4 @@ def operands_of(layer: LayerCache | tuple[torch.Tensor, torch.Tensor]) -> LayerO
     )
 
 
-__all__ = ["LayerCache", "LayerOperands", "operands_of"]
+__all__ = ["OPERANDS_SCHEMA", "WRITTEN_OPERANDS_SCHEMA", "LayerCache", "LayerOperands", "operands_of"]

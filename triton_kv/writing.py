@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from triton_kv.kernels.write import write_kernel
 from triton_kv.launch import Launch, eager, interpreted, register
-from triton_kv.layer import LayerCache, LayerOperands, operands_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from triton_kv.layer import WRITTEN_OPERANDS_SCHEMA, LayerCache, LayerOperands, operands_of
 
 _SLOT_WRITTEN = 2  # the control block's kind of a slot at or past the bound
 _INT32_MAX = 2**31 - 1
@@ -46,19 +43,7 @@ def write_kv(
     operands = operands_of(layer)
     _check(k, v, operands, slot_mapping)
     write = _write if eager(k, v, slot_mapping, operands.k_cache) else _OP
-    write(
-        k,
-        v,
-        operands.k_cache,
-        operands.v_cache,
-        slot_mapping,
-        operands.control,
-        operands.num_blocks,
-        operands.block_size,
-        operands.v_offset,
-        operands.k_strides,
-        operands.v_strides,
-    )
+    write(k, v, slot_mapping, *operands)
 
 
 def write_kv_reference(
@@ -179,54 +164,14 @@ def _check(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot_mappi
         raise ValueError(f"slot_mapping must be contiguous, got stride {slot_mapping.stride(0)}")
 
 
-def _write(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
-    control: torch.Tensor | None,
-    num_blocks: int,
-    block_size: int,
-    v_offset: int,
-    k_strides: Sequence[int],
-    v_strides: Sequence[int],
-) -> None:
+def _write(k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, *layer: Any) -> None:
     if k.shape[0] == 0:
         return
-    operands = LayerOperands(
-        k_cache=k_cache,
-        v_cache=v_cache,
-        v_offset=v_offset,
-        control=control,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_kv_heads=k.shape[1],
-        head_dim=k.shape[2],
-        v_head_dim=v.shape[2],
-        k_strides=tuple(k_strides),  # type: ignore[arg-type]
-        v_strides=tuple(v_strides),  # type: ignore[arg-type]
-    )
+    operands = LayerOperands(*layer)
     if k.device.type == "cpu" and not interpreted(write_kernel):
         _scatter(k, v, operands, slot_mapping)
     else:
         write_launch(k, v, operands, slot_mapping).run(k.device)
-
-
-def _write_fake(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor | None,
-    slot_mapping: torch.Tensor,
-    control: torch.Tensor | None,
-    num_blocks: int,
-    block_size: int,
-    v_offset: int,
-    k_strides: Sequence[int],
-    v_strides: Sequence[int],
-) -> None:
-    return None
 
 
 def _scatter(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot_mapping: torch.Tensor) -> None:
@@ -251,10 +196,8 @@ def _scatter(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot_map
 
 _OP = register(
     "write_kv",
-    "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor slot_mapping, Tensor(c!)? control, "
-    "int num_blocks, int block_size, int v_offset, int[] k_strides, int[] v_strides) -> ()",
+    f"(Tensor k, Tensor v, Tensor slot_mapping, {WRITTEN_OPERANDS_SCHEMA}) -> ()",
     _write,
-    _write_fake,
 )
 
 __all__ = ["WriteChoice", "choose_write", "write_kv", "write_kv_reference", "write_launch"]

@@ -39,19 +39,7 @@ def test_errors_add_up_and_the_first_one_stays():
 def op_arguments(case):
     tensors = make_tensors(case)
     operands = operands_of(tensors.layer)
-    return (
-        tensors.k,
-        tensors.v,
-        operands.k_cache,
-        operands.v_cache,
-        tensors.slot_mapping,
-        operands.control,
-        operands.num_blocks,
-        operands.block_size,
-        operands.v_offset,
-        operands.k_strides,
-        operands.v_strides,
-    )
+    return (tensors.k, tensors.v, tensors.slot_mapping, *operands)
 
 
 @pytest.mark.parametrize("name", ["two_segments", "v_dim_differs", "head_dim_17", "padding", "past_watermark"])

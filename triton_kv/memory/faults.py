@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import AbstractContextManager
-from typing import Any
-
-import torch
 
 from triton_kv.errors import AddressSpaceExhausted, DriverError
 from triton_kv.memory.protocol import VirtualMemory
+from triton_kv.memory.wrapper import WrappedMemory
 
 CALLS = ("reserve", "create", "map", "set_access", "unmap", "release", "free", "fill", "wait", "synchronize")
 
 
-class FaultyMemory:
+class FaultyMemory(WrappedMemory):
     """Any driver, with failures on demand. A call that fails does not reach the driver.
 
     `calls` counts the calls of each name since the wrapper was made, failed ones included.
     """
 
     def __init__(self, memory: VirtualMemory) -> None:
-        self.memory = memory
-        self.device = memory.device
-        self.granularity = memory.granularity
+        super().__init__(memory)
         self.calls: Counter[str] = Counter()
         self._planned: list[tuple[str, int, str]] = []  # call or "any", calls still to go, code
 
@@ -72,61 +67,40 @@ class FaultyMemory:
 
     def reserve(self, num_bytes: int) -> int:
         self._pass("reserve")
-        return self.memory.reserve(num_bytes)
+        return super().reserve(num_bytes)
 
     def free(self, address: int, num_bytes: int) -> None:
         self._pass("free")
-        self.memory.free(address, num_bytes)
+        super().free(address, num_bytes)
 
     def create(self, num_bytes: int) -> int:
         self._pass("create")
-        return self.memory.create(num_bytes)
+        return super().create(num_bytes)
 
     def release(self, handle: int) -> None:
         self._pass("release")
-        self.memory.release(handle)
+        super().release(handle)
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
         self._pass("map")
-        self.memory.map(address, num_bytes, handle)
+        super().map(address, num_bytes, handle)
 
     def set_access(self, address: int, num_bytes: int) -> None:
         self._pass("set_access")
-        self.memory.set_access(address, num_bytes)
+        super().set_access(address, num_bytes)
 
     def unmap(self, address: int, num_bytes: int) -> None:
         self._pass("unmap")
-        self.memory.unmap(address, num_bytes)
-
-    def view(self, address: int, num_bytes: int, owner: object) -> torch.Tensor:
-        return self.memory.view(address, num_bytes, owner)
+        super().unmap(address, num_bytes)
 
     def fill(self, address: int, num_bytes: int, value: int = 0, *, stride: int = 0, count: int = 1) -> None:
         self._pass("fill")
-        self.memory.fill(address, num_bytes, value, stride=stride, count=count)
+        super().fill(address, num_bytes, value, stride=stride, count=count)
 
     def wait(self) -> None:
         self._pass("wait")
-        self.memory.wait()
+        super().wait()
 
     def synchronize(self) -> None:
         self._pass("synchronize")
-        self.memory.synchronize()
-
-    def memory_info(self) -> tuple[int, int]:
-        return self.memory.memory_info()
-
-    def is_capturing(self) -> bool:
-        return self.memory.is_capturing()
-
-    def activate(self) -> AbstractContextManager[None]:
-        return self.memory.activate()
-
-    def __getattr__(self, name: str) -> Any:
-        """What only the wrapped driver has, such as `live`."""
-        if name == "memory":  # not set yet: a half-built wrapper must not recurse
-            raise AttributeError(name)
-        return getattr(self.memory, name)
-
-    def __repr__(self) -> str:
-        return f"FaultyMemory({self.memory!r})"
+        super().synchronize()

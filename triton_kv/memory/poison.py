@@ -2,48 +2,36 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
-
-import torch
-
 from triton_kv.memory.protocol import VirtualMemory
+from triton_kv.memory.wrapper import WrappedMemory
 
 POISON = 0xFF  # NaN in every float format
 
 
-class PoisonedMemory:
+class PoisonedMemory(WrappedMemory):
     """Any driver; a handle's bytes are all 0xFF when they first become accessible, before any zeroing."""
 
     def __init__(self, memory: VirtualMemory) -> None:
-        self.memory = memory
-        self.device = memory.device
-        self.granularity = memory.granularity
+        super().__init__(memory)
         self._fresh: set[int] = set()  # handles that were never accessible
         self._pending: dict[int, tuple[int, int]] = {}  # address -> bytes, handle: mapped and not accessible yet
 
-    def reserve(self, num_bytes: int) -> int:
-        return self.memory.reserve(num_bytes)
-
-    def free(self, address: int, num_bytes: int) -> None:
-        self.memory.free(address, num_bytes)
-
     def create(self, num_bytes: int) -> int:
-        handle = self.memory.create(num_bytes)
+        handle = super().create(num_bytes)
         self._fresh.add(handle)
         return handle
 
     def release(self, handle: int) -> None:
-        self.memory.release(handle)
+        super().release(handle)
         self._fresh.discard(handle)
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
-        self.memory.map(address, num_bytes, handle)
+        super().map(address, num_bytes, handle)
         if handle in self._fresh:
             self._pending[address] = (num_bytes, handle)
 
     def set_access(self, address: int, num_bytes: int) -> None:
-        self.memory.set_access(address, num_bytes)
+        super().set_access(address, num_bytes)
         for start in [start for start in list(self._pending) if address <= start < address + num_bytes]:
             handle_bytes, handle = self._pending.pop(start)
             if handle in self._fresh:
@@ -52,36 +40,6 @@ class PoisonedMemory:
 
     def unmap(self, address: int, num_bytes: int) -> None:
         self.memory.wait()  # for poison that is still queued
-        self.memory.unmap(address, num_bytes)
+        super().unmap(address, num_bytes)
         for start in [start for start in list(self._pending) if address <= start < address + num_bytes]:
             del self._pending[start]
-
-    def view(self, address: int, num_bytes: int, owner: object) -> torch.Tensor:
-        return self.memory.view(address, num_bytes, owner)
-
-    def fill(self, address: int, num_bytes: int, value: int = 0, *, stride: int = 0, count: int = 1) -> None:
-        self.memory.fill(address, num_bytes, value, stride=stride, count=count)
-
-    def wait(self) -> None:
-        self.memory.wait()
-
-    def synchronize(self) -> None:
-        self.memory.synchronize()
-
-    def memory_info(self) -> tuple[int, int]:
-        return self.memory.memory_info()
-
-    def is_capturing(self) -> bool:
-        return self.memory.is_capturing()
-
-    def activate(self) -> AbstractContextManager[None]:
-        return self.memory.activate()
-
-    def __getattr__(self, name: str) -> Any:
-        """What only the wrapped driver has, such as `live`."""
-        if name == "memory":  # not set yet: a half-built wrapper must not recurse
-            raise AttributeError(name)
-        return getattr(self.memory, name)
-
-    def __repr__(self) -> str:
-        return f"PoisonedMemory({self.memory!r})"
