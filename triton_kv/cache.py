@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
-import threading
-import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from triton_kv.errors import (
-    Broken,
-    CaptureError,
-    Closed,
-    DriverError,
-    Forked,
-    NothingCommitted,
-    OutOfMemory,
-    attach_failures,
-)
+from triton_kv.errors import CaptureError
 from triton_kv.extensible import ExtensibleTensor
 from triton_kv.layer import LayerCache, LayerOperands
 from triton_kv.layout import CacheLayout
 from triton_kv.memory import open_memory
-from triton_kv.memory.transaction import Transaction
-from triton_kv.sizing import GIB, Plan, largest_fit
+from triton_kv.sizing import GIB, Plan
 from triton_kv.spec import AttentionSpec
+from triton_kv.store import BlockStore, CheckReport, StoredBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,22 +23,6 @@ if TYPE_CHECKING:
     from triton_kv.memory import VirtualMemory
 
 logger = logging.getLogger(__name__)
-
-CONTROL_WORDS = 8  # int32: watermark, error count, first error's kind, row, value, then zeros
-ERROR_KINDS = {0: "none", 1: "block id read by attention", 2: "slot written"}
-
-
-class CheckReport(NamedTuple):
-    """What kernels met outside the watermark since the cache was reserved (or since the last reset)."""
-
-    num_errors: int  # accesses masked (reads) or dropped (writes)
-    kind: str  # of the first one
-    row: int  # its sequence (reads) or token (writes)
-    value: int  # the block id or slot
-
-    @property
-    def ok(self) -> bool:
-        return self.num_errors == 0
 
 
 class CommittedViews(NamedTuple):
@@ -69,25 +41,14 @@ class KVCache:
     (Prabhu et al., 2024) and PyTorch's expandable segments, with one handle per segment and extend.
     """
 
-    def __init__(
-        self, spec: AttentionSpec, layout: CacheLayout, buffer: ExtensibleTensor, memory: VirtualMemory
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, layout: CacheLayout, buffer: ExtensibleTensor) -> None:
         self.spec = spec
         self.layout = layout
         self._buffer = buffer
-        self._memory = memory
-        self._num_blocks = 0
-        self._state = "open"  # "open", "closed" or "broken"
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
+        self._store = BlockStore(
+            buffer.memory, [StoredBuffer(buffer, layout.segment_block_bytes)], capacity=layout.capacity
+        )
         self._layers: dict[int, LayerCache] = {}
-        # The watermark must not wait behind the caller's queued work, so it is written on a stream of its own; and the
-        # allocator may hand out memory that queued work still writes, so that work is waited for once.
-        self._stream = torch.cuda.Stream(memory.device) if memory.device.type == "cuda" else None
-        self._control = torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=memory.device)
-        if self._stream is not None:
-            torch.cuda.current_stream(memory.device).synchronize()
-        self._set_watermark(0)
 
     @classmethod
     def reserve(
@@ -144,7 +105,7 @@ class KVCache:
             memory=memory,
         )
         try:
-            cache = cls(spec, geometry, buffer, memory)
+            cache = cls(spec, geometry, buffer)
             logger.debug(
                 "reserved addresses for %d blocks (%.2f GiB of address space, no memory)",
                 capacity,
@@ -167,7 +128,7 @@ class KVCache:
     @property
     def num_blocks(self) -> int:
         """Blocks committed."""
-        return self._num_blocks
+        return self._store.num_blocks
 
     @property
     def num_layers(self) -> int:
@@ -181,44 +142,39 @@ class KVCache:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, without padding."""
-        return self.layout.block_bytes
+        return self._store.block_bytes
 
     @property
     def device(self) -> torch.device:
-        return self._memory.device
+        return self._store.memory.device
 
     @property
     def reserved_bytes(self) -> int:
         """Address space, whole granules. It is not memory."""
-        return self._buffer.capacity_bytes
+        return self._store.reserved_bytes
 
     @property
     def committed_bytes(self) -> int:
         """Bytes of the committed blocks: `num_blocks * block_bytes`."""
-        return self._buffer.num_bytes
+        return self._store.committed_bytes
 
     @property
     def mapped_bytes(self) -> int:
         """Physical bytes held, whole granules; what the driver's free memory lost."""
-        return self._buffer.mapped_bytes
+        return self._store.mapped_bytes
 
     def mapped_bytes_at(self, num_blocks: int) -> int:
         """The physical bytes that `num_blocks` committed blocks hold, exact and without committing anything."""
-        if not 0 <= num_blocks <= self.capacity:
-            raise ValueError(f"num_blocks must lie in 0..{self.capacity} (the capacity), got {num_blocks}")
-        return self._buffer.mapped_bytes_at(num_blocks * self.layout.segment_block_bytes)
+        return self._store.mapped_bytes_at(num_blocks)
 
     @property
     def control(self) -> torch.Tensor:
         """The control block, int32 `[8]` on the device: watermark, error count, first error's kind, row and value."""
-        return self._control
+        return self._store.control
 
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the cache's device, after all queued work is done (synchronises)."""
-        self._require_usable()
-        with self._memory.activate():
-            self._memory.synchronize()
-            return self._memory.memory_info()
+        return self._store.memory_info()
 
     # Growing and closing.
 
@@ -243,58 +199,8 @@ class KVCache:
                 f"extend({target}) goes beyond the capacity of {self.capacity} blocks that was reserved; "
                 "reserve a larger capacity (address space is free)"
             )
-        with self._lock:
-            self._require_changeable("extend")
-            if target <= self._num_blocks:
-                return self
-            before, started = self._num_blocks, time.perf_counter()
-            self._commit(target)
-            logger.info(
-                "extended from %d to %d blocks: %.2f GiB committed, %.2f GiB mapped, in %.1f ms",
-                before,
-                target,
-                self.committed_bytes / GIB,
-                self.mapped_bytes / GIB,
-                (time.perf_counter() - started) * 1e3,
-            )
+        self._store.extend(target)
         return self
-
-    def _commit(self, target: int) -> None:
-        transaction = Transaction()
-        try:
-            with self._memory.activate(), transaction:
-                self._buffer.grow_(target * self.layout.segment_block_bytes, transaction)
-                self._memory.wait()  # zeroed before the watermark moves
-                transaction.undo(self._set_watermark, self._num_blocks)
-                self._set_watermark(target)
-                self._num_blocks = target
-        except DriverError as error:
-            if not error.out_of_memory:
-                raise
-            raise self._out_of_memory(target, transaction.undo_failures) from error
-        finally:
-            if transaction.undo_failures:
-                self._state = "broken"
-
-    def _set_watermark(self, num_blocks: int) -> None:
-        """Writes the bound that kernels read; the host waits, so whoever launches next sees it."""
-        with torch.cuda.stream(self._stream):
-            self._control[:1].fill_(num_blocks)
-        if self._stream is not None:
-            self._stream.synchronize()
-
-    def _out_of_memory(self, target: int, undo_failures: list[BaseException]) -> OutOfMemory:
-        free_bytes, _ = self._memory.memory_info()
-        would_fit = largest_fit(self.mapped_bytes_at, self.mapped_bytes + free_bytes, self.capacity)
-        described = OutOfMemory(
-            self.mapped_bytes_at(target) - self.mapped_bytes,
-            free_bytes,
-            would_fit=would_fit,
-            unit="blocks",
-            detail=f"extend({target}) from {self._num_blocks} blocks",
-        )
-        attach_failures(described, undo_failures)
-        return described
 
     def close(self) -> None:
         """Gives back memory and addresses; waits for the device. Closing twice does nothing.
@@ -303,22 +209,7 @@ class KVCache:
         something, the rest is freed, the failure is raised, and the next call tries it again. Raises `CaptureError`
         while the current stream captures, `Forked` in a forked child.
         """
-        if os.getpid() != self._pid:
-            raise Forked("this KVCache")
-        with self._lock:
-            if self._state == "closed":
-                self._buffer.free()  # does nothing unless an earlier try failed
-                return
-            if self._memory.is_capturing():
-                raise CaptureError("close")
-            self._state = "closed"
-            self._num_blocks = 0
-            self._layers.clear()
-            with self._memory.activate():
-                try:
-                    self._set_watermark(0)
-                finally:
-                    self._buffer.free()
+        self._store.close(self._layers.clear)
 
     def __enter__(self) -> KVCache:
         return self
@@ -335,7 +226,7 @@ class KVCache:
         index = self._layer_index(layer)
         found = self._layers.get(index)
         if found is None:
-            self._require_open()
+            self._store.require_open()
             found = self._layers[index] = self._make_layer(index)
         return found
 
@@ -368,7 +259,7 @@ class KVCache:
                 k_cache=flat,
                 v_cache=None,
                 v_offset=layout.v_offset,
-                control=self._control,
+                control=self._store.control,
                 num_blocks=self.capacity,
                 block_size=layout.block_size,
                 num_kv_heads=self.spec.num_kv_heads,
@@ -384,10 +275,10 @@ class KVCache:
             v=v,
             pair=None if layout.kv_stride is None else layout.kv_view(flat),
             flat=flat,
-            control=self._control,
+            control=self._store.control,
             operands=operands,
             layout=layout.order,
-            check_usable=self._require_committed,
+            check_usable=self._store.require_committed,
         )
 
     def committed(self, layer: int | str) -> CommittedViews:
@@ -398,7 +289,7 @@ class KVCache:
         several segments, which no single storage can hold, and `NothingCommitted`.
         """
         index = self._layer_index(layer)
-        self._require_committed()
+        self._store.require_committed()
         return CommittedViews(self._committed_view(index, 0), self._committed_view(index, 1))
 
     def _committed_view(self, index: int, kv: int) -> torch.Tensor:
@@ -410,55 +301,27 @@ class KVCache:
                 "the committed bytes. Use cache[layer] and copy the blocks you need"
             )
         segment, offset = layout.locate(index, kv, 0, 0, 0)
-        num_bytes = self._num_blocks * layout.segment_block_bytes - offset
+        num_bytes = self.num_blocks * layout.segment_block_bytes - offset
         start = segment * layout.segment_stride_bytes + offset
         flat = self._buffer.view(start, num_bytes).view(self.spec.dtype)
         strides = layout.v_strides if kv else layout.k_strides
         dim = self.spec.value_dim if kv else self.spec.head_dim
-        return flat.as_strided((self._num_blocks, layout.block_size, self.spec.num_kv_heads, dim), strides)
+        return flat.as_strided((self.num_blocks, layout.block_size, self.spec.num_kv_heads, dim), strides)
 
     # Watching.
 
     def check(self, *, reset: bool = False) -> CheckReport:
         """Reads what kernels counted outside the watermark (synchronises); `reset` clears the count afterwards."""
-        self._require_usable()
-        _, count, kind, row, value, *_ = self._control.tolist()
-        if reset:
-            self._control[1:5].zero_()
-        return CheckReport(count, ERROR_KINDS.get(kind, str(kind)), row, value)
+        return self._store.check(reset=reset)
 
     def __repr__(self) -> str:
-        if self._state == "closed":
+        if self._store.closed:
             return "KVCache(closed)"
         return (
-            f"KVCache({self._num_blocks} of {self.capacity} blocks of {self.block_size} tokens, "
+            f"KVCache({self.num_blocks} of {self.capacity} blocks of {self.block_size} tokens, "
             f"{self.num_layers} layers, layout={self.layout.order!r}, mapped={self.mapped_bytes / GIB:.2f} GiB of "
             f"{self.reserved_bytes / GIB:.2f} GiB of addresses, device={self.device})"
         )
-
-    def _require_open(self) -> None:
-        if self._state == "closed":
-            raise Closed("the cache is closed; reserve a new one")
-        if os.getpid() != self._pid:
-            raise Forked("this KVCache")
-
-    def _require_usable(self) -> None:
-        self._require_open()
-        if self._state == "broken":
-            raise Broken(
-                "an earlier extend failed and could not be undone; close() frees what it can, then reserve anew"
-            )
-
-    def _require_committed(self) -> None:
-        if self._state != "open" or os.getpid() != self._pid:
-            self._require_usable()
-        if self._num_blocks == 0:
-            raise NothingCommitted("no block is committed yet: call extend(1) or more before using the cache")
-
-    def _require_changeable(self, operation: str) -> None:
-        self._require_usable()
-        if self._memory.is_capturing():
-            raise CaptureError(operation)
 
 
 def _default_device() -> torch.device:
