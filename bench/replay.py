@@ -46,7 +46,7 @@ def graph_replay(run: Callable[[int], Any], *, launches: int, sets: int) -> Repl
 
 
 def eager_replay(run: Callable[[int], Any], *, launches: int, sets: int) -> Replay:
-    """Eager calls: on a GPU for what capture would change, queued behind a sleeping kernel that hides the host's time."""
+    """Eager calls, for what capture would change. On a GPU a sleeping kernel in front hides the host's time."""
 
     def start() -> None:
         for index in range(launches):
