@@ -113,7 +113,7 @@ class HostMemory:
             try:
                 os.ftruncate(self._file, handle + num_bytes)
             except OSError as error:
-                code = errno.errorcode.get(error.errno, str(error.errno))
+                code = errno.errorcode.get(error.errno or 0, str(error.errno))
                 raise DriverError("ftruncate", code, f"{num_bytes} bytes") from error
             self._next_offset += num_bytes
             self._books.record_handle(handle, num_bytes)
