@@ -28,6 +28,7 @@ from triton_kv.layer import LayerCache
 from triton_kv.layout import CacheLayout
 from triton_kv.memory import FakeMemory, FaultyMemory, HostMemory, PoisonedMemory, VirtualMemory, open_memory, probe
 from triton_kv.metadata import AttentionBuffers, AttentionMetadata
+from triton_kv.plan import AttentionPlan
 from triton_kv.sizing import Plan, fit_blocks, plan_blocks
 from triton_kv.spec import AttentionSpec
 from triton_kv.version import __version__
@@ -37,6 +38,7 @@ __all__ = [
     "AddressSpaceExhausted",
     "AttentionBuffers",
     "AttentionMetadata",
+    "AttentionPlan",
     "AttentionSpec",
     "Broken",
     "CacheLayout",
