@@ -27,6 +27,7 @@ from triton_kv.extensible import ExtensibleTensor
 from triton_kv.layer import LayerCache
 from triton_kv.layout import CacheLayout
 from triton_kv.memory import FakeMemory, FaultyMemory, HostMemory, PoisonedMemory, VirtualMemory, open_memory, probe
+from triton_kv.merging import merge_attention, merge_attention_reference
 from triton_kv.metadata import AttentionBuffers, AttentionMetadata
 from triton_kv.plan import AttentionPlan
 from triton_kv.sizing import Plan, fit_blocks, plan_blocks
@@ -64,6 +65,8 @@ __all__ = [
     "__version__",
     "compile_kernels",
     "fit_blocks",
+    "merge_attention",
+    "merge_attention_reference",
     "open_memory",
     "paged_attention",
     "paged_attention_reference",

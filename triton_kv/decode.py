@@ -105,15 +105,18 @@ def decode_launches(
     hardware: Hardware,
     batch_invariant: bool = False,
     workspace: Workspace | None = None,
+    choice: DecodeChoice | None = None,
 ) -> tuple[Launch, Launch]:
     """The two launches of attention with at most `batch.queries` query tokens a sequence (at least one sequence).
 
     Looks at shapes, strides and dtypes only, so meta tensors will do; without a workspace allocates one on q's device.
+    `choice` forces what `choose_decode` would return.
     """
     num_tokens, num_query_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = operands.num_kv_heads, operands.v_head_dim
     group, queries = num_query_heads // num_kv_heads, batch.queries
-    choice = choice_of(batch, num_query_heads, operands, hardware, batch_invariant)
+    if choice is None:
+        choice = choice_of(batch, num_query_heads, operands, hardware, batch_invariant)
     if workspace is None:
         max_seq_len = batch.block_table.shape[1] * operands.block_size
         elements = partial_elements(choice, batch.num_seqs, max_seq_len, num_query_heads, queries, v_head_dim)
