@@ -160,13 +160,12 @@ def _measure(session: Session, case: AttentionCase) -> dict[str, Any]:
             f"tile {choice['tile']:3} warps {choice['num_warps']} stages {choice['num_stages']} chunks "
             f"{choice['num_chunks']:3} join {choice['join_parts']}x{choice['join_warps']}"
         )
-        if entry["ok"]:
-            share = (
-                f"{entry['median_us'] / default:.3f} of the default's, {floor / entry['median_us']:.1%} of the floor"
-            )
-            print(
-                f"  {entry['median_us']:8.2f} us  {share}  {text}{'  <- default' * (entry is measured[0])}", flush=True
-            )
-        else:
+        if not entry["ok"]:
             print(f"  failed  {text}: {entry['error']}", flush=True)
+            continue
+        median = entry["median_us"]
+        mark = "  <- default" if entry is measured[0] else ""
+        print(
+            f"  {median:8.2f} us  {median / default:.3f} of the default, {floor / median:.1%}  {text}{mark}", flush=True
+        )
     return {"id": case.id, "floor_us": floor, "choices": measured}
