@@ -6,6 +6,8 @@ import io
 import re
 from typing import TYPE_CHECKING, Any
 
+from bench.table import is_loss
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
@@ -28,6 +30,7 @@ COLOURS = {
     "legacy": "#1d4ed8",
 }
 OTHER = "#6b7280"
+MOST_BARS = 16  # cases in one picture
 GIB = 1 << 30
 
 
@@ -119,9 +122,22 @@ def draw_rates(unit: str, label: str, roof: str | None) -> Callable[[Axes, dict[
     """Horizontal bars a case, one a candidate, with the roofline as a line."""
 
     def draw(axes: Axes, record: dict[str, Any]) -> bool:
-        cases = [case for case in record["cases"] if case["ok"] and unit in case["ours"]][:12]
+        cases = [case for case in record["cases"] if case["ok"] and unit in case["ours"]]
         if not cases:
             return False
+        if len(cases) > MOST_BARS:  # the first ones, and in any case what we lose
+            losses = [case for case in cases if is_loss(case)]
+            shown = [case for case in cases if case not in losses][: max(MOST_BARS - len(losses), 0)] + losses
+            cases = [case for case in cases if case in shown]
+            axes.annotate(
+                f"{len(cases)} of {len(record['cases'])} cases, all losses among them",
+                (1, 1),
+                (0, 4),
+                xycoords="axes fraction",
+                textcoords="offset points",
+                ha="right",
+                fontsize="small",
+            )
         names = list(dict.fromkeys(name for case in cases for name, result in _results(case) if result.get(unit)))
         height = 0.8 / len(names)
         for index, name in enumerate(names):
@@ -132,11 +148,13 @@ def draw_rates(unit: str, label: str, roof: str | None) -> Callable[[Axes, dict[
                     rows.append(row + (index - (len(names) - 1) / 2) * height)
                     values.append(value)
             style = _style(name)
-            axes.barh(
-                rows, values, height * 0.9, label=name, color=style["color"], alpha=1.0 if name == "ours" else 0.75
+            hatched: dict[str, Any] = (
+                {"hatch": "////", "edgecolor": PAPER, "linewidth": 0} if style.get("linestyle") else {}
             )
+            alpha = 1.0 if name == "ours" else 0.75
+            axes.barh(rows, values, height * 0.9, label=name, color=style["color"], alpha=alpha, **hatched)
         if roof and record["rooflines"].get(roof):
-            axes.axvline(record["rooflines"][roof], color=INK, linewidth=1, linestyle=(0, (4, 3)))
+            axes.axvline(record["rooflines"][roof], color=INK, linewidth=1, linestyle=(0, (4, 3)), label="roofline")
         axes.set_yticks(range(len(cases)), [case["id"].split("/", 1)[1] for case in cases])
         axes.invert_yaxis()
         axes.set_xlabel(label)
