@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.candidate import OURS, Candidate, DeviceLostError, NotApplicableError
-from bench.replay import Replay, cpu_group_us, cuda_group_us, graph_replay, plain_replay, queued_replay
+from bench.replay import Replay, cpu_group_us, cuda_group_us, eager_replay, graph_replay
 from bench.timing import Samples, host_samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from bench.session import Session
-
-AGAIN = "ours again"  # the same code a second time: what differs is noise
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ def measure(
             require_device(session, candidate.name, error)
     ready = [entry for entry in entries if entry.replay is not None]
     ours = next((entry for entry in ready if entry.candidate.name == OURS), None)
-    again = Samples()
+    again = Samples()  # of the same code: what differs is noise
     turns = [(entry, entry.samples) for entry in ready]
     if ours is not None:
         turns.append((ours, again))
@@ -132,10 +130,10 @@ def _prepare(
         result["host_us"] = _host_us(session, lambda: candidate.run(0), effort)
     launches = _launches(sets, floor_us, effort)
     if not session.on_gpu:
-        entry.replay = plain_replay(candidate.run, launches=launches, sets=sets)
+        entry.replay = eager_replay(candidate.run, launches=launches, sets=sets)
         entry.count = effort.samples
         return
-    make = graph_replay if effort.captured else queued_replay
+    make = graph_replay if effort.captured else eager_replay
     replay = make(candidate.run, launches=launches, sets=sets)
     if effort.captured and candidate.check_sets:
 

@@ -112,9 +112,10 @@ def provenance(command: Sequence[str] | str | None = None) -> dict[str, Any]:
     Clocks are those seen at the call, in MHz. Values that this machine lacks are None. Initialises no CUDA context.
     """
     command = sys.argv if command is None else command
+    words = shlex.split(command) if isinstance(command, str) else list(command)
     return {
         "source_id": source_id(),
-        "command": command if isinstance(command, str) else shlex.join(command),
+        "command": shlex.join(_without_paths(words)),
         **gpu_state(),
         "python": platform.python_version(),
         "torch": version_of("torch"),
@@ -124,6 +125,15 @@ def provenance(command: Sequence[str] | str | None = None) -> dict[str, Any]:
         "numpy": version_of("numpy"),
         "system": f"{platform.system()} {platform.machine()}",
     }
+
+
+def _without_paths(words: list[str]) -> list[str]:
+    """A command without where its record goes, which says nothing about how it was made."""
+    kept = []
+    for word, before in zip(words, ["", *words]):
+        if word != "--out" and before != "--out" and not word.startswith("--out="):
+            kept.append(word)
+    return kept
 
 
 GPU_FIELDS = {  # name in the record -> field of nvidia-smi

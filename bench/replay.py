@@ -45,18 +45,8 @@ def graph_replay(run: Callable[[int], Any], *, launches: int, sets: int) -> Repl
     return Replay(graph.replay, launches, (launches - 1) % sets, output)
 
 
-def queued_replay(run: Callable[[int], Any], *, launches: int, sets: int) -> Replay:
-    """Eager calls queued behind a sleeping kernel, so that the host's time stays out. For what capture would change."""
-
-    def start() -> None:
-        for index in range(launches):
-            run(index % sets)
-
-    return Replay(start, launches, (launches - 1) % sets, None)
-
-
-def plain_replay(run: Callable[[int], Any], *, launches: int, sets: int) -> Replay:
-    """Calls on the CPU."""
+def eager_replay(run: Callable[[int], Any], *, launches: int, sets: int) -> Replay:
+    """Eager calls, for what capture would change. On a GPU a sleeping kernel in front hides the host's time."""
 
     def start() -> None:
         for index in range(launches):

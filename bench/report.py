@@ -79,7 +79,7 @@ def _table(record: dict[str, Any]) -> str:
         else:
             share = case["floor_us"] / ours["median_us"] if case.get("floor_us") else None
             cells.append(f"<td>{_times(ours)}</td><td>{f'{share:.1%}' if share else '-'}</td>")
-            cells += [_peer_cell(case["peers"].get(name), ours) for name in peers]
+            cells += [_peer_cell(case["peers"].get(name), case) for name in peers]
             noise = ours.get("noise")
             cells.append(f"<td>{f'{noise:.1%}' if noise is not None else '-'}</td>")
             cells += [f"<td>{ours.get(name, '-')}</td>" for name in ("gbps", "tflops", "host_us")]
@@ -92,13 +92,16 @@ def _times(result: dict[str, Any]) -> str:
     return f"{median} <span class='small'>({low}–{high})</span>"
 
 
-def _peer_cell(peer: dict[str, Any] | None, ours: dict[str, Any]) -> str:
+def _peer_cell(peer: dict[str, Any] | None, case: dict[str, Any]) -> str:
     if peer is None:
         return "<td>-</td>"
     if not peer.get("ok"):
         return f"<td title='{escape(peer['error'], quote=True)}'>failed</td>"
-    ratio = peer["median_us"] / ours["median_us"]
-    kind = "small" if peer.get("aside") else ("loss" if ratio < 1 - (ours.get("noise") or 0.0) else "win")
+    ratio = peer["median_us"] / case["ours"]["median_us"]
+    if ratio < 1 - (case["ours"].get("noise") or 0.0) and not peer.get("aside"):
+        kind = "loss"
+    else:
+        kind = "win" if case["compared"] and not peer.get("aside") else "small"
     return f"<td>{duration(peer['median_us'])} <span class='{kind}'>{ratio:.3f}</span></td>"
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from bench.record import ROOFLINES
-from bench.replay import cuda_group_us, queued_replay
+from bench.replay import cuda_group_us, eager_replay
 from bench.timing import Samples
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _matmul_tflops(device: torch.device, rounds: int) -> float:
 
 def _best_us(run: Callable[[int], Any], rounds: int) -> float:
     samples = Samples()
-    replay = queued_replay(run, launches=1, sets=1)
+    replay = eager_replay(run, launches=1, sets=1)
     replay.start()
     torch.cuda.synchronize()
     for _ in range(rounds):

@@ -33,7 +33,6 @@ class Suite:
     run: Callable[[Session, Any], dict[str, Any]]  # one case's part of the record
     case_s: float  # estimated seconds a case on an H200
     setup_s: float = 0.0  # estimated seconds before the first case: compiling, peers' builds
-    required_peers: tuple[str, ...] = ()  # families without which a case counts as not compared
     modules: Callable[[Sequence[Any]], list[str]] | None = None  # what FlashInfer has to build for these cases
     warm: Callable[[Session, Any], None] | None = None  # compiles a case's kernels on small inputs
 

@@ -11,7 +11,7 @@ from triton_kv.errors import CaptureError
 from triton_kv.extensible import ExtensibleTensor
 from triton_kv.layer import LayerCache, LayerOperands
 from triton_kv.layout import CacheLayout
-from triton_kv.memory import open_memory
+from triton_kv.memory import names_device, open_memory
 from triton_kv.sizing import GIB, Plan
 from triton_kv.spec import AttentionSpec
 from triton_kv.store import BlockStore, CheckReport, StoredBuffer
@@ -72,7 +72,7 @@ class KVCache:
             num_layers: layers that share the block numbering.
             capacity: blocks to reserve; by default what the device's total memory could hold.
             layout: the physical order of L, T, B, N, H and D, outermost first (docs/design.md has the table).
-            device: "cuda", "cuda:1" or "cpu"; by default the current GPU, or the CPU where there is none.
+            device: "cuda", "cuda:1" or "cpu"; by default the current GPU if it is usable, else the CPU.
             memory: a driver of your own choice instead of the device's (`HostMemory`, `FakeMemory`, `FaultyMemory`).
             commit: "all" commits the whole capacity at once, for engines that allocate first.
             dense: pack segments without padding their stride to a granule (a granule may then serve two segments).
@@ -86,8 +86,8 @@ class KVCache:
         if commit not in (None, "all"):
             raise ValueError(f'commit must be None or "all", got {commit!r}')
         if memory is None:
-            memory = open_memory(_default_device() if device is None else torch.device(device))
-        elif device is not None and torch.device(device).type != memory.device.type:
+            memory = open_memory(device)
+        elif not names_device(device, memory.device):
             raise ValueError(f"device {device!s} and the memory's device {memory.device!s} differ; name one of them")
         if memory.is_capturing():
             raise CaptureError("KVCache.reserve")
@@ -322,7 +322,3 @@ class KVCache:
             f"{self.num_layers} layers, layout={self.layout.order!r}, mapped={self.mapped_bytes / GIB:.2f} GiB of "
             f"{self.reserved_bytes / GIB:.2f} GiB of addresses, device={self.device})"
         )
-
-
-def _default_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -8,7 +8,7 @@ import threading
 import torch
 
 from triton_kv.errors import CaptureError, Closed, DriverError, Forked, OutOfMemory, attach_failures
-from triton_kv.memory import VirtualMemory, open_memory
+from triton_kv.memory import VirtualMemory, names_device, open_memory
 from triton_kv.memory.reservation import ByteRange, Reservation, granule_bytes, round_up
 from triton_kv.memory.transaction import Transaction
 
@@ -69,7 +69,7 @@ class ExtensibleTensor:
         self._segment_stride_bytes = segment_stride_bytes
         if memory is None:
             memory = open_memory(device)
-        elif device is not None and torch.device(device).type != memory.device.type:
+        elif not names_device(device, memory.device):
             raise ValueError(f"device {str(device)!r} is not the memory's device {str(memory.device)!r}")
         self._memory = memory
         self._span_bytes = segment_stride_bytes * (num_segments - 1) + self._segment_capacity_bytes

@@ -353,8 +353,9 @@ class AttentionBuffers:
         """The staging buffer whose turn it is, once the copy that last read it has run."""
         staging = self._staging[self._turn]
         if staging.copied is not None:
-            if torch.cuda.is_current_stream_capturing():
-                raise CaptureError("AttentionBuffers.fill")
+            with torch.cuda.device(self.device):
+                if torch.cuda.is_current_stream_capturing():
+                    raise CaptureError("AttentionBuffers.fill")
             staging.copied.synchronize()
         return staging
 

@@ -6,7 +6,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from bench.attention_case import AttentionCase
-from bench.attention_suite import REQUIRED_PEERS, run_case, warm_case
+from bench.attention_suite import run_case, warm_case
 from bench.measure import Effort
 from bench.peers.flashinfer import modules_for
 from bench.suite import Suite
@@ -30,7 +30,7 @@ def uniform(batch: int, length: int, suffix: str = "", **choices: Any) -> Attent
 
 
 def ragged_lens(count: int = 256, shortest: int = 16, longest: int = 8016) -> tuple[int, ...]:
-    """Many short and few long sequences in random order: 1.8 GiB at 4 KiB a token, as the measured facts have it."""
+    """Many short and few long sequences in random order: 1.8 GiB at 4 KiB a token."""
     lengths = [shortest + round((longest - shortest) * (i / (count - 1)) ** 3.4) for i in range(count)]
     random.Random(5).shuffle(lengths)
     return tuple(lengths)
@@ -91,7 +91,6 @@ SUITE = Suite(
     run=run,
     case_s=3.5,
     setup_s=110.0,
-    required_peers=REQUIRED_PEERS,
     modules=modules_for,
     warm=warm_case,
 )

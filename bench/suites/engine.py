@@ -157,5 +157,4 @@ SUITE = Suite(
     run=run,
     case_s=15.0,
     setup_s=2.0,
-    required_peers=(LEGACY,),
 )

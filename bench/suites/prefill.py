@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bench.attention_case import AttentionCase
-from bench.attention_suite import REQUIRED_PEERS, run_case, warm_case
+from bench.attention_suite import run_case, warm_case
 from bench.measure import Effort
 from bench.peers.flashinfer import modules_for
 from bench.suite import Suite
@@ -63,7 +63,6 @@ SUITE = Suite(
     run=run,
     case_s=6.5,
     setup_s=120.0,
-    required_peers=REQUIRED_PEERS,
     modules=modules_for,
     warm=warm_case,
 )

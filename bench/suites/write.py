@@ -89,6 +89,5 @@ SUITE = Suite(
     run=run,
     case_s=2.0,
     setup_s=30.0,
-    required_peers=REQUIRED_PEERS,
     modules=modules_for,
 )

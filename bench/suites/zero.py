@@ -145,5 +145,4 @@ SUITE = Suite(
     run=run,
     case_s=1.5,
     setup_s=3.0,
-    required_peers=REQUIRED_PEERS,
 )

@@ -266,3 +266,16 @@ def test_a_kept_log_keeps_nothing_alive(caplog: pytest.LogCaptureFixture) -> Non
     del reservation
     assert reap(memory) == []
     assert memory.live == (0, 0, 0)
+
+
+def test_an_orphan_whose_handle_could_not_be_released_frees_its_addresses_once() -> None:
+    inner = FakeMemory(G)
+    memory = FaultyMemory(inner)
+    reservation = Reservation(memory, 2 * G)
+    _grow(reservation, (0, G))
+    memory.fail("release")
+    del reservation
+    assert [str(failure) for failure in reap(memory)] == ["release failed with EIO: injected"]
+    assert inner.live == (0, 1, 0)
+    assert reap(memory) == []
+    assert inner.live == (0, 0, 0)

@@ -109,3 +109,21 @@ def test_wrappers_can_be_copied(wrapper: type) -> None:
     assert memory.live == (0, 0, 0)
     with pytest.raises(AttributeError):
         memory.nothing_of_the_kind  # noqa: B018
+
+
+def test_failures_due_at_one_call_follow_each_other() -> None:
+    memory = FaultyMemory(HostMemory(G))
+    memory.fail("create", code="EIO")
+    memory.fail("any", code="EFAULT")
+    for code in ("EIO", "EFAULT"):
+        with pytest.raises(DriverError, match=f"create failed with {code}"):
+            memory.create(G)
+    memory.release(memory.create(G))
+
+
+def test_a_reserve_that_fails_for_another_reason_does_not_speak_of_addresses() -> None:
+    memory = FaultyMemory(HostMemory(G))
+    memory.fail("reserve", code="EINVAL")
+    with pytest.raises(DriverError, match="reserve failed with EINVAL") as caught:
+        memory.reserve(G)
+    assert not isinstance(caught.value, AddressSpaceExhausted)

@@ -68,6 +68,14 @@ def open_memory(device: torch.device | str | int | None = None) -> VirtualMemory
         return memory
 
 
+def names_device(device: torch.device | str | None, actual: torch.device) -> bool:
+    """Whether `device` names `actual`: the same type, and the same index where it states one; None names any."""
+    if device is None:
+        return True
+    device = torch.device(device)
+    return device.type == actual.type and device.index in (None, actual.index)
+
+
 def _cuda_index(device: torch.device) -> int:
     if device.index is not None:
         return device.index
@@ -82,6 +90,7 @@ __all__ = [
     "Live",
     "PoisonedMemory",
     "VirtualMemory",
+    "names_device",
     "open_memory",
     "probe",
 ]

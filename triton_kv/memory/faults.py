@@ -52,8 +52,8 @@ class FaultyMemory(WrappedMemory):
         for name, nth, code in self._planned:
             if name not in (call, "any"):
                 remaining.append((name, nth, code))
-            elif nth > 1:
-                remaining.append((name, nth - 1, code))
+            elif nth > 1 or failing is not None:
+                remaining.append((name, max(nth - 1, 1), code))
             else:
                 failing = code
         self._planned = remaining
@@ -61,8 +61,8 @@ class FaultyMemory(WrappedMemory):
             return
         unknown = "CUDA_ERROR_UNKNOWN" if self.device.type == "cuda" else "EIO"
         exhausted = "CUDA_ERROR_OUT_OF_MEMORY" if self.device.type == "cuda" else "ENOMEM"
-        if call == "reserve":
-            raise AddressSpaceExhausted(call, failing or exhausted, "injected")
+        if call == "reserve" and failing in ("", exhausted):
+            raise AddressSpaceExhausted(call, exhausted, "injected")
         raise DriverError(call, failing or (exhausted if call == "create" else unknown), "injected")
 
     def reserve(self, num_bytes: int) -> int:

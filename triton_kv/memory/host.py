@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import mmap
 import os
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +15,8 @@ import torch
 from triton_kv.errors import AddressSpaceExhausted, DriverError, Forked
 from triton_kv.memory.books import Books, Live
 from triton_kv.memory.machine import machine_memory
+
+logger = logging.getLogger(__name__)
 
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
@@ -62,6 +65,7 @@ class HostMemory:
         self._books = Books(granularity)
         self._pid = os.getpid()
         self._next_offset = granularity  # in the file; a handle is its offset, and none is ever used twice
+        self._refused: list[tuple[int, int]] = []  # handles that could not be punched out of the file yet
         self._file = os.memfd_create("triton_kv", os.MFD_CLOEXEC)
 
     def __del__(self, close=os.close) -> None:  # type: ignore[no-untyped-def]
@@ -106,7 +110,11 @@ class HostMemory:
         with self._books.lock:
             self._books.check_memory(num_bytes, self.memory_info()[0])
             handle = self._next_offset
-            os.ftruncate(self._file, handle + num_bytes)
+            try:
+                os.ftruncate(self._file, handle + num_bytes)
+            except OSError as error:
+                code = errno.errorcode.get(error.errno or 0, str(error.errno))
+                raise DriverError("ftruncate", code, f"{num_bytes} bytes") from error
             self._next_offset += num_bytes
             self._books.record_handle(handle, num_bytes)
         return handle
@@ -116,7 +124,7 @@ class HostMemory:
         with self._books.lock:
             num_bytes = self._books.release(handle)
             if num_bytes:
-                self._punch(handle, num_bytes)
+                self._give_back([(handle, num_bytes)])
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
         self._check_process()
@@ -141,8 +149,7 @@ class HostMemory:
             # Not munmap: the addresses must stay reserved.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
             self._call("mmap", address, num_bytes, _PROT_NONE, flags, -1, 0, failed=_MAP_FAILED)
-            for handle, handle_bytes in self._books.drop_mappings(mappings):
-                self._punch(handle, handle_bytes)
+            self._give_back(self._books.drop_mappings(mappings))
 
     def view(self, address: int, num_bytes: int, owner: object) -> torch.Tensor:
         self._check_process()
@@ -192,10 +199,15 @@ class HostMemory:
         if getattr(_libc(), name)(*arguments) == failed:
             raise DriverError(name, errno.errorcode[ctypes.get_errno()], f"at {arguments[0]:#x} + {arguments[1]}")
 
-    def _punch(self, handle: int, num_bytes: int) -> None:
-        if _libc().fallocate(self._file, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, handle, num_bytes):
-            code = errno.errorcode[ctypes.get_errno()]
-            raise DriverError("fallocate", code, f"{num_bytes} bytes could not be given back to the machine")
+    def _give_back(self, dead: list[tuple[int, int]]) -> None:
+        """Punch dead handles out of the file. What the machine refuses is tried again with the next ones."""
+        self._refused += dead
+        dead, self._refused = self._refused, []
+        for handle, num_bytes in dead:
+            if _libc().fallocate(self._file, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, handle, num_bytes):
+                code = errno.errorcode[ctypes.get_errno()]
+                logger.warning("%d bytes could not be given back to the machine yet: %s", num_bytes, code)
+                self._refused.append((handle, num_bytes))
 
     def _file_bytes(self) -> int:
         """What handles take from the machine so far."""

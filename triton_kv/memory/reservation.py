@@ -101,7 +101,7 @@ class Estate:
         try:
             with self.memory.activate():
                 failures = self.clear()
-                if not self.runs:
+                if self.address and not self.runs:
                     self.memory.free(self.address, self.num_bytes)
                     self.address = 0
                 return failures
