@@ -18,17 +18,22 @@ from triton_kv.errors import (
     Closed,
     DriverError,
     Forked,
+    InconsistentRanks,
     NothingCommitted,
     OutOfMemory,
+    RankError,
+    RankLost,
     TritonKVError,
     Unavailable,
 )
 from triton_kv.extensible import ExtensibleTensor
 from triton_kv.layer import LayerCache
 from triton_kv.layout import CacheLayout
+from triton_kv.ledger import MemoryLedger, MemoryReader, MemoryReading, StageRecord
 from triton_kv.memory import FakeMemory, FaultyMemory, HostMemory, PoisonedMemory, VirtualMemory, open_memory, probe
 from triton_kv.metadata import AttentionBuffers, AttentionMetadata
-from triton_kv.sizing import Plan, fit_blocks, plan_blocks
+from triton_kv.ranks import agree
+from triton_kv.sizing import CacheCost, CacheShare, Plan, fit_blocks, fit_caches, plan_blocks
 from triton_kv.spec import AttentionSpec
 from triton_kv.version import __version__
 from triton_kv.writing import write_kv, write_kv_reference
@@ -39,7 +44,9 @@ __all__ = [
     "AttentionMetadata",
     "AttentionSpec",
     "Broken",
+    "CacheCost",
     "CacheLayout",
+    "CacheShare",
     "CaptureError",
     "CheckReport",
     "Closed",
@@ -50,18 +57,27 @@ __all__ = [
     "FaultyMemory",
     "Forked",
     "HostMemory",
+    "InconsistentRanks",
     "KVCache",
     "LayerCache",
+    "MemoryLedger",
+    "MemoryReader",
+    "MemoryReading",
     "NothingCommitted",
     "OutOfMemory",
     "Plan",
     "PoisonedMemory",
+    "RankError",
+    "RankLost",
+    "StageRecord",
     "TritonKVError",
     "Unavailable",
     "VirtualMemory",
     "__version__",
+    "agree",
     "compile_kernels",
     "fit_blocks",
+    "fit_caches",
     "open_memory",
     "paged_attention",
     "paged_attention_reference",

@@ -12,13 +12,17 @@ from triton_kv.extensible import ExtensibleTensor
 from triton_kv.layer import LayerCache, LayerOperands
 from triton_kv.layout import CacheLayout
 from triton_kv.memory import names_device, open_memory
+from triton_kv.ranks import change_together
 from triton_kv.sizing import GIB, Plan
 from triton_kv.spec import AttentionSpec
 from triton_kv.store import BlockStore, CheckReport, StoredBuffer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
     from types import TracebackType
+
+    import torch.distributed as dist
 
     from triton_kv.memory import VirtualMemory
 
@@ -178,17 +182,33 @@ class KVCache:
 
     # Growing and closing.
 
-    def extend(self, num_blocks: int | Plan) -> KVCache:
+    def extend(self, num_blocks: int | Plan, group: dist.ProcessGroup | None = None) -> KVCache:
         """Commits blocks until the cache holds `num_blocks`; every new one is zero. Returns the cache.
 
         A number at or below `num_blocks` changes nothing. Addresses, and the contents of blocks already there, stay.
         The host waits for the zeroing, so work launched afterwards on any stream sees it; work already queued goes on
         meanwhile. All or nothing: after an error the cache is as it was and the call may be repeated.
 
+        With `group` every rank of it makes the call, and all of them extend or none does: each maps and zeroes, all
+        vote, all publish and vote again. The host waits for the others, at most the group's timeout.
+
         Raises `ValueError` beyond the capacity or for a negative number, `TypeError` for anything but an int or a
         `Plan`, `OutOfMemory` (asked, free and what would fit), `CaptureError` while the current stream captures,
-        `Closed`.
+        `Closed`. With `group`, instead of these: `RankError` on every rank, caused by the rank's own error where it
+        has one; `RankLost` or `InconsistentRanks` if a rank died.
         """
+        if group is None:
+            self._store.extend(self._extend_target(num_blocks))
+        else:
+
+            def begin() -> tuple[AbstractContextManager[Callable[[], None]], int]:
+                target = self._extend_target(num_blocks)
+                return self._store.growing(target), max(target, self.num_blocks)
+
+            change_together("extend", group, begin)
+        return self
+
+    def _extend_target(self, num_blocks: int | Plan) -> int:
         target = num_blocks.num_blocks if isinstance(num_blocks, Plan) else num_blocks
         if isinstance(target, bool) or not isinstance(target, int):
             raise TypeError(f"extend takes a whole number of blocks or a Plan, not {target!r}")
@@ -199,8 +219,7 @@ class KVCache:
                 f"extend({target}) goes beyond the capacity of {self.capacity} blocks that was reserved; "
                 "reserve a larger capacity (address space is free)"
             )
-        self._store.extend(target)
-        return self
+        return target
 
     def close(self) -> None:
         """Gives back memory and addresses; waits for the device. Closing twice does nothing.

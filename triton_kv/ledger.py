@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from triton_kv.memory import open_memory
+from triton_kv.memory import names_device, open_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -109,7 +109,9 @@ def _neighbour_bytes(device: torch.device) -> int | None:
         try:
             uuid = str(torch.cuda.get_device_properties(device).uuid)
             handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-            held = {process.pid: process.usedGpuMemory for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+            held = {
+                process.pid: process.usedGpuMemory for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            }
         finally:
             pynvml.nvmlShutdown()
     except Exception as error:  # its errors have no common base across versions; without it gaps are compared instead
@@ -134,6 +136,7 @@ class StageRecord:
     other_bytes: int  # what stages took besides: workspaces, communicators, modules, the driver's part of graphs
     outside_bytes: int  # in use before the ledger began, and by neighbours
     peak_beyond_bytes: int  # torch's peak during the stage beyond what stayed
+    reusable_bytes: int = 0  # of torch_bytes: free, and outside the private pools of graphs
     num_blocks: int = 0  # committed in the caches watched
     failed: bool = False  # an exception ended it
 
@@ -184,7 +187,7 @@ class MemoryLedger:
     ) -> None:
         if reader is None:
             reader = MemoryReader(open_memory(device) if memory is None else memory)
-        if device is not None and torch.device(device).type != reader.device.type:
+        if not names_device(device, reader.device):
             raise ValueError(f"device {device!s} and the memory's device {reader.device!s} differ; name one of them")
         self._reader = reader
         self._on_stage = on_stage
@@ -292,6 +295,7 @@ class MemoryLedger:
             cache_bytes=cache_bytes,
             other_bytes=other_bytes,
             outside_bytes=used - cache_bytes - torch_bytes - other_bytes,
+            reusable_bytes=min(reading.reusable_bytes, torch_bytes),
             num_blocks=sum(cache.num_blocks for cache in self._watched()),
             **fields,  # type: ignore[arg-type]
         )
@@ -412,7 +416,9 @@ class MemoryLedger:
 
 def stage_table(stages: Sequence[StageRecord]) -> str:
     """Stages as lines: seconds, then GiB held at the end of each by torch, caches, others of this process, outside."""
-    lines = [f"{'stage':<18} {'s':>8} {'torch':>8} {'cache':>8} {'other':>8} {'outside':>8} {'free':>8} {'peak +':>8}  GiB"]
+    lines = [
+        f"{'stage':<18} {'s':>8} {'torch':>8} {'cache':>8} {'other':>8} {'outside':>8} {'free':>8} {'peak +':>8}  GiB"
+    ]
     for stage in stages:
         amounts = (stage.torch_bytes, stage.cache_bytes, stage.other_bytes, stage.outside_bytes, stage.free_bytes)
         numbers = " ".join(f"{num_bytes / GIB:>8.3f}" for num_bytes in (*amounts, stage.peak_beyond_bytes))

@@ -108,7 +108,9 @@ class Plan:
         """The plan's only cache. Raises `ValueError` where it holds several."""
         if len(self.caches) != 1:
             names = ", ".join(repr(share.name) for share in self.caches)
-            raise ValueError(f"the plan holds several caches ({names}): choose one, as in plan[{self.caches[0].name!r}]")
+            raise ValueError(
+                f"the plan holds several caches ({names}): choose one, as in plan[{self.caches[0].name!r}]"
+            )
         return self.caches[0]
 
     @property
@@ -190,7 +192,8 @@ class Plan:
         )
         lines += [
             f"limit {self.limit_bytes / GIB:.3f} GiB at utilization {self.utilization:g}, bound by {self.bound_by}; "
-            f"free {self.free_bytes / GIB:.3f} of {self.total_bytes / GIB:.3f} GiB, {self.free_after_bytes / GIB:.3f} after",
+            f"free {self.free_bytes / GIB:.3f} of {self.total_bytes / GIB:.3f} GiB, "
+            f"{self.free_after_bytes / GIB:.3f} after",
             reserve,
         ]
         if self.rank_blocks:
@@ -457,7 +460,9 @@ def plan_blocks(
     devices = {one.device for one in caches.values()}
     if len(devices) > 1 or (ledger is not None and devices - {ledger.device}):
         owner = f"the ledger is of {ledger.device!s}, " if ledger is not None else ""
-        raise ValueError(f"{owner}the caches live on {', '.join(sorted(map(str, devices)))}: plan each device by itself")
+        raise ValueError(
+            f"{owner}the caches live on {', '.join(sorted(map(str, devices)))}: plan each device by itself"
+        )
     first = next(iter(caches.values()), None)
     if first is None:
         raise ValueError("a plan needs at least one cache")

@@ -125,16 +125,17 @@ class BlockStore:
             pass
 
     @contextmanager
-    def growing(self, target: int) -> Iterator[None]:
+    def growing(self, target: int) -> Iterator[Callable[[], None]]:
         """`extend` in two steps, for owners that must agree with others in between (ranks, several caches).
 
         Entering maps and zeroes everything and shows none of it; the body runs with the lock held; leaving it normally
-        publishes the blocks, an exception from it (or from either step) leaves all as it was.
+        publishes the blocks, an exception from it (or from either step) leaves all as it was. The body may publish
+        earlier, by calling what is yielded, to agree on that too.
         """
         with self._lock:
             self._require_changeable("extend")
             if target <= self.num_blocks:
-                yield
+                yield lambda: None
                 return
             before, started, prepared = self.num_blocks, time.perf_counter(), False
             try:
@@ -143,8 +144,9 @@ class BlockStore:
                         buffer.grow_(target * block_bytes, transaction)
                     self.memory.wait()  # zeroed before the watermark moves
                     prepared = True
-                    yield
-                    self._publish(target, transaction)
+                    yield lambda: self._publish(target, transaction)
+                    if self.num_blocks != target:
+                        self._publish(target, transaction)
             except DriverError as error:
                 if prepared or not error.out_of_memory:
                     raise

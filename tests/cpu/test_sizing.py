@@ -31,7 +31,7 @@ CASES = {  # growth allowed = min(900 - 400, 600) MiB less what is kept free; 16
     "bound by what is free": (
         {"utilization": 1.0, "headroom_bytes": 1, "free_bytes": 600 * MIB},
         38 * 32,
-        "utilization",
+        "free",
     ),
     "activations": ({"activation_bytes": 100 * MIB}, 26 * 32, "utilization"),
     "one byte short of a granule": ({"headroom_bytes": 4 * MIB + 1}, 31 * 32, "utilization"),
@@ -97,7 +97,7 @@ def test_bad_input(changes, message):
 
 
 def test_not_even_one_block():
-    with pytest.raises(tkv.OutOfMemory, match=r"not even one block fits.*raise utilization or lower headroom"):
+    with pytest.raises(tkv.OutOfMemory, match=r"not even one block fits.*raise utilization, lower headroom"):
         fit(headroom_bytes=700 * MIB)
 
 
