@@ -197,7 +197,7 @@ def change_together(
     failure: BaseException | None = None
     lost: RankLost | None = None
     with ExitStack() as stack:
-        publish: Callable[[], None] = lambda: None
+        publish: Callable[[], None] | None = None
         after: tuple[int, ...] = ()
         try:
             steps, num_blocks = begin()
@@ -205,6 +205,7 @@ def change_together(
         except BaseException as error:  # also an interrupt: the others wait for this rank's vote
             failure = error
         _vote(group, Ballot(operation, world_size, after, error=_describe(failure)), failure)
+        assert publish is not None  # else the vote has failed
         try:
             publish()
         except BaseException as error:
