@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from triton_kv.memory.transaction import Transaction
 from triton_kv.sizing import GIB, largest_fit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from triton_kv.extensible import ExtensibleTensor
     from triton_kv.memory import VirtualMemory
@@ -120,38 +121,62 @@ class BlockStore:
 
     def extend(self, num_blocks: int) -> None:
         """`KVCache.extend` for a number of blocks within the capacity."""
+        with self.growing(num_blocks):
+            pass
+
+    @contextmanager
+    def growing(self, target: int) -> Iterator[None]:
+        """`extend` in two steps, for owners that must agree with others in between (ranks, several caches).
+
+        Entering maps and zeroes everything and shows none of it; the body runs with the lock held; leaving it normally
+        publishes the blocks, an exception from it (or from either step) leaves all as it was.
+        """
         with self._lock:
             self._require_changeable("extend")
-            if num_blocks <= self.num_blocks:
+            if target <= self.num_blocks:
+                yield
                 return
-            before, started = self.num_blocks, time.perf_counter()
-            self._commit(num_blocks)
+            before, started, prepared = self.num_blocks, time.perf_counter(), False
+            try:
+                with self._changing() as transaction:
+                    for buffer, block_bytes in self.buffers:
+                        buffer.grow_(target * block_bytes, transaction)
+                    self.memory.wait()  # zeroed before the watermark moves
+                    prepared = True
+                    yield
+                    self._publish(target, transaction)
+            except DriverError as error:
+                if prepared or not error.out_of_memory:
+                    raise
+                raise self._out_of_memory(target, list(error.undo_failures)) from error
             logger.info(
                 "extended from %d to %d blocks: %.2f GiB committed, %.2f GiB mapped, in %.1f ms",
                 before,
-                num_blocks,
+                target,
                 self.committed_bytes / GIB,
                 self.mapped_bytes / GIB,
                 (time.perf_counter() - started) * 1e3,
             )
 
-    def _commit(self, target: int) -> None:
+    @contextmanager
+    def _changing(self) -> Iterator[Transaction]:
+        """One transaction over all buffers, with the device current; the store is broken if its undo fails."""
         transaction = Transaction()
         try:
             with self.memory.activate(), transaction:
-                for buffer, block_bytes in self.buffers:
-                    buffer.grow_(target * block_bytes, transaction)
-                self.memory.wait()  # zeroed before the watermark moves
-                transaction.undo(self._set_watermark, self.num_blocks)
-                self._set_watermark(target)
-                self.num_blocks = target
-        except DriverError as error:
-            if not error.out_of_memory:
-                raise
-            raise self._out_of_memory(target, transaction.undo_failures) from error
+                yield transaction
         finally:
             if transaction.undo_failures:
                 self._state = "broken"
+
+    def _publish(self, num_blocks: int, transaction: Transaction) -> None:
+        """The watermark and the host's count, together."""
+        transaction.undo(self._set_count, self.num_blocks)
+        self._set_count(num_blocks)
+
+    def _set_count(self, num_blocks: int) -> None:
+        self._set_watermark(num_blocks)
+        self.num_blocks = num_blocks
 
     def _set_watermark(self, num_blocks: int) -> None:
         """Writes the bound that kernels read; the host waits, so whoever launches next sees it."""
