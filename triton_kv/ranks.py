@@ -57,9 +57,8 @@ class Ballot:
 
 
 def digest(cache: KVCache) -> str:
-    """16 hex digits over what ranks must have in common: layout, layers, block size, what a layer keeps per token."""
-    text = f"{cache.layout.order} {cache.num_layers} {cache.block_size} {cache.spec!r}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    """16 hex digits over `KVCache.signature`: what ranks that share block ids must have in common."""
+    return hashlib.sha256(cache.signature().encode()).hexdigest()[:16]
 
 
 def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
