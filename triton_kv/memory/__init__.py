@@ -14,6 +14,7 @@ from triton_kv.memory.fake import FakeMemory
 from triton_kv.memory.faults import FaultyMemory
 from triton_kv.memory.host import HostMemory
 from triton_kv.memory.poison import PoisonedMemory
+from triton_kv.memory.policy import HandlePolicy
 from triton_kv.memory.protocol import VirtualMemory
 
 _open: dict[torch.device, tuple[int, VirtualMemory]] = {}  # with the process that opened it
@@ -86,6 +87,7 @@ __all__ = [
     "CudaMemory",
     "FakeMemory",
     "FaultyMemory",
+    "HandlePolicy",
     "HostMemory",
     "Live",
     "PoisonedMemory",
