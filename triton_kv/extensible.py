@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -369,8 +369,8 @@ class ExtensibleTensor:
                 if self.changes_at(bytes_per_segment):
                     self._memory.synchronize()
                 self.shrink_(bytes_per_segment, transaction)
-                progress.replace_all(self.cut(), transaction)
-            progress.settle()
+                progress.prepare(self.cut(), transaction)
+            progress.finish()
             return progress.freed()
 
     def changes_at(self, bytes_per_segment: int) -> bool:
@@ -397,11 +397,6 @@ class ExtensibleTensor:
         """The segments that several handles back."""
         jobs = self._reservation.scattered(self._ranges(0, self._bytes_per_segment))
         return [Replacement(self._reservation, *job) for job in jobs]
-
-    @property
-    def has_leaving(self) -> bool:
-        """Whether handles were taken out that `settle_` would give back."""
-        return self._reservation.has_leaving
 
     def settle_(self) -> list[BaseException]:
         """Give back, or pool, what a committed change took out; returns what failed."""
@@ -430,8 +425,8 @@ class ExtensibleTensor:
                 jobs = self.scattered()
                 if jobs:
                     self._memory.synchronize()
-                progress.replace_all(jobs, transaction)
-            progress.settle()
+                progress.prepare(jobs, transaction)
+            progress.finish()
             progress.require_all("coalesce_")
             return progress.freed()
 
@@ -526,63 +521,47 @@ class ExtensibleTensor:
 
 
 class Progress:
-    """What a change of several buffers gave back so far, and what it could not.
+    """The replacements of a change of several buffers, and the memory that the change gave back.
 
-    While memory allows, all that is replaced or taken out is held until the owner's transaction commits, so that any
-    failure is undone. Where memory runs out, the change is committed as far as it came and what was taken out is given
-    back to make room: from then on a failure only means that a handle stays as it is, which is reported.
+    `prepare` belongs to the owner's transaction: old handles are held until it commits, so that any failure is undone.
+    What memory was missing for waits for `finish`, which first gives back what was taken out and then goes handle by
+    handle, so that one handle's memory is enough; nothing is undone any more then, and what fails is reported.
     """
 
     def __init__(self, buffers: Sequence[ExtensibleTensor]) -> None:
         self.buffers = buffers
-        self._held_before = self._held_bytes()
         self.refused: list[tuple[Replacement, DriverError]] = []
         self.failures: list[BaseException] = []  # handles that the driver would not release
-        self.committed = False
+        self._held_before = self._held_bytes()
+        self._waiting: list[Replacement] = []
 
-    def replace_all(
-        self, jobs: Sequence[Replacement], transaction: Transaction, before_commit: Callable[[], None] | None = None
-    ) -> None:
-        """Do every replacement, or note why it was refused. `before_commit` runs before anything becomes final."""
+    def prepare(self, jobs: Sequence[Replacement], transaction: Transaction) -> None:
+        """Do the replacements that memory allows while all old handles are still held."""
         for job in jobs:
-            while True:
-                step = Transaction()
-                try:
-                    with step:
-                        job.reservation.replace(job.old, job.spans, step)
-                        transaction.absorb(step)
-                    break
-                except DriverError as error:
-                    if step.undo_failures:
-                        raise
-                    if error.out_of_memory and any(buffer.has_leaving for buffer in self.buffers):
-                        if before_commit is not None and not self.committed:
-                            before_commit()
-                        transaction.commit()
-                        self.committed = True
-                        self.settle()
-                        continue
-                    if not (error.out_of_memory or self.committed):
-                        raise
-                    self.refused.append((job, error))
-                    break
+            try:
+                self._replace(job, transaction)
+            except DriverError as error:
+                if error.undo_failures or not error.out_of_memory:
+                    raise
+                self._waiting.append(job)
 
-    def settle(self) -> None:
-        """Give back what was taken out; what the driver refuses is noted and stays in the books."""
-        for buffer in self.buffers:
-            failures = buffer.settle_()
-            if failures:
-                warn(buffer.memory, "a handle could not be released yet", failures)
-            self.failures += failures
+    def finish(self) -> None:
+        """After the commit: give back what was taken out, and do the replacements that waited for it."""
+        self._settle()
+        for job in self._waiting:
+            try:
+                self._replace(job, Transaction())
+            except DriverError as error:
+                if error.undo_failures:
+                    raise
+                self.refused.append((job, error))
+            self._settle()
 
     def freed(self) -> Freed:
         """The outcome of a shrink, with the bytes that stayed although nothing needs them."""
         kept = sum(buffer.stray_bytes + sum(job.num_excess_bytes for job in buffer.cut()) for buffer in self.buffers)
         reasons = [str(error) for _, error in self.refused] + [str(failure) for failure in self.failures]
         return Freed(self._held_before - self._held_bytes(), kept, reasons)
-
-    def _held_bytes(self) -> int:
-        return sum(buffer.held_bytes for buffer in self.buffers)
 
     def require_all(self, operation: str) -> None:
         """Raise `OutOfMemory` if a replacement was refused for lack of memory, else the driver's error."""
@@ -591,12 +570,27 @@ class Progress:
         job, error = self.refused[0]
         if not error.out_of_memory:
             raise error
-        memory = self.buffers[0].memory
         raise OutOfMemory(
             job.num_bytes,
-            memory.memory_info()[0],
-            detail=f"{operation}, which holds a segment twice for a moment, stopped with {len(self.refused)} to go",
+            self.buffers[0].memory.memory_info()[0],
+            detail=f"{operation}, which holds one handle twice for a moment ({len(self.refused)} handles to go)",
         ) from error
+
+    @staticmethod
+    def _replace(job: Replacement, transaction: Transaction) -> None:
+        step = Transaction()
+        with step:
+            job.reservation.replace(job.old, job.spans, step)
+            transaction.absorb(step)
+
+    def _settle(self) -> None:
+        for buffer in self.buffers:
+            failures = buffer.settle_()
+            warn(buffer.memory, "a handle could not be released yet", failures)
+            self.failures += failures
+
+    def _held_bytes(self) -> int:
+        return sum(buffer.held_bytes for buffer in self.buffers)
 
 
 def _check_int(name: str, value: object) -> None:

@@ -86,11 +86,6 @@ class Reservation:
         return [run for run in runs if not run.is_alias]
 
     @property
-    def has_leaving(self) -> bool:
-        """Whether handles were taken out that `settle` would give back."""
-        return bool(self._estate.leaving)
-
-    @property
     def runs(self) -> tuple[Run, ...]:
         """The mapped handles, ascending."""
         return tuple(self._estate.runs)
