@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from triton_kv.errors import CaptureError
+from triton_kv.errors import CaptureError, TritonKVError
 from triton_kv.extensible import ExtensibleTensor
-from triton_kv.geometry import CacheGeometry, PlacedLayer, arrange
+from triton_kv.geometry import CacheGeometry, PlacedLayer, arrange, joined
 from triton_kv.groups import DEFAULT_ORDER, LayerGroup, groups_of
 from triton_kv.layer import LayerCache, LayerOperands, StateCache
 from triton_kv.memory import names_device, open_memory
@@ -262,6 +262,48 @@ class KVCache:
                 "reserve a larger capacity (address space is free)"
             )
         self._store.extend(target)
+        return self
+
+    def add_group(self, group: LayerGroup) -> KVCache:
+        """Adds layers, in buffers of their own, to a cache that may have blocks already. Returns the cache.
+
+        The new buffers are brought to `num_blocks` zeroed blocks before anything shows the layers; from then on they
+        grow with the others. All or nothing: after an error the cache is as it was. A capture keeps what it recorded,
+        and `zero_blocks` inside it covers the new layers too. Waits for the zeroing, as `extend` does.
+
+        Raises `ValueError` for names that the cache has already, for another block size and for what `reserve` refuses,
+        `OutOfMemory`, `AddressSpaceExhausted`, `CaptureError`, `Closed`.
+        """
+        self._store.require_usable()
+        memory, before = self._store.memory, self._geometry
+        if memory.is_capturing():
+            raise CaptureError("add_group")
+        added = arrange(
+            [group],
+            block_size=before.block_size,
+            capacity=before.capacity,
+            granularity=before.granularity,
+            dense=self._dense,
+            beside=[layer.spec for layer in before.layers],
+        )
+        after = joined(before, added)
+        buffers: list[ExtensibleTensor] = []
+
+        def publish() -> None:
+            if self._geometry is not before:
+                raise TritonKVError("another thread added a group meanwhile; nothing was changed, try again")
+            self._buffers += buffers
+            self._geometry = after
+            self._indices |= {layer.name: layer.index for layer in after.layers}
+
+        try:
+            _reserve_buffers(added, memory, buffers)
+            stored = [StoredBuffer(buffer, part.block_bytes) for buffer, part in zip(buffers, added.buffers)]
+            self._store.add_buffers(stored, publish)
+        except BaseException:
+            for buffer in buffers:
+                buffer.free()
+            raise
         return self
 
     def close(self) -> None:
