@@ -24,12 +24,14 @@ from triton_kv.errors import (
     Unavailable,
 )
 from triton_kv.extensible import ExtensibleTensor
-from triton_kv.layer import LayerCache
+from triton_kv.geometry import BufferGeometry, CacheGeometry, PlacedLayer, arrange
+from triton_kv.groups import LayerGroup
+from triton_kv.layer import LayerCache, StateCache
 from triton_kv.layout import CacheLayout
 from triton_kv.memory import FakeMemory, FaultyMemory, HostMemory, PoisonedMemory, VirtualMemory, open_memory, probe
 from triton_kv.metadata import AttentionBuffers, AttentionMetadata
 from triton_kv.sizing import Plan, fit_blocks, plan_blocks
-from triton_kv.spec import AttentionSpec
+from triton_kv.spec import AttentionSpec, BlockTensor, MambaSpec, MLASpec, StateSpec, StateTensor
 from triton_kv.version import __version__
 from triton_kv.writing import write_kv, write_kv_reference
 
@@ -38,7 +40,10 @@ __all__ = [
     "AttentionBuffers",
     "AttentionMetadata",
     "AttentionSpec",
+    "BlockTensor",
     "Broken",
+    "BufferGeometry",
+    "CacheGeometry",
     "CacheLayout",
     "CaptureError",
     "CheckReport",
@@ -52,14 +57,22 @@ __all__ = [
     "HostMemory",
     "KVCache",
     "LayerCache",
+    "LayerGroup",
+    "MLASpec",
+    "MambaSpec",
     "NothingCommitted",
     "OutOfMemory",
+    "PlacedLayer",
     "Plan",
     "PoisonedMemory",
+    "StateCache",
+    "StateSpec",
+    "StateTensor",
     "TritonKVError",
     "Unavailable",
     "VirtualMemory",
     "__version__",
+    "arrange",
     "compile_kernels",
     "fit_blocks",
     "open_memory",

@@ -1,28 +1,33 @@
-"""KVCache: every layer's keys and values in one reservation, committed block by block; addresses never move."""
+"""KVCache: every layer's state under one block numbering, committed block by block; addresses never move."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
-from triton_kv.errors import CaptureError
+from triton_kv.errors import CaptureError, TritonKVError
 from triton_kv.extensible import ExtensibleTensor
-from triton_kv.layer import LayerCache, LayerOperands
-from triton_kv.layout import CacheLayout
+from triton_kv.geometry import CacheGeometry, PlacedLayer, arrange, joined
+from triton_kv.groups import DEFAULT_ORDER, LayerGroup, groups_of
+from triton_kv.layer import LayerCache, LayerOperands, StateCache
 from triton_kv.memory import names_device, open_memory
 from triton_kv.sizing import GIB, Plan
 from triton_kv.spec import AttentionSpec
 from triton_kv.store import BlockStore, CheckReport, StoredBuffer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
 
+    from triton_kv.layout import CacheLayout
     from triton_kv.memory import VirtualMemory
+    from triton_kv.spec import LayerSpec
 
 logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
 
 
 class CommittedViews(NamedTuple):
@@ -41,48 +46,59 @@ class KVCache:
     (Prabhu et al., 2024) and PyTorch's expandable segments, with one handle per segment and extend.
     """
 
-    def __init__(self, spec: AttentionSpec, layout: CacheLayout, buffer: ExtensibleTensor) -> None:
-        self.spec = spec
-        self.layout = layout
-        self._buffer = buffer
+    def __init__(self, geometry: CacheGeometry, buffers: Sequence[ExtensibleTensor], *, dense: bool = False) -> None:
+        self._geometry = geometry
+        self._buffers = list(buffers)
+        self._dense = dense
+        self._indices = {layer.name: layer.index for layer in geometry.layers}
         self._store = BlockStore(
-            buffer.memory, [StoredBuffer(buffer, layout.segment_block_bytes)], capacity=layout.capacity
+            buffers[0].memory,
+            [StoredBuffer(buffer, part.block_bytes) for buffer, part in zip(buffers, geometry.buffers, strict=True)],
+            capacity=geometry.capacity,
         )
-        self._layers: dict[int, LayerCache] = {}
+        self._layers: dict[int, LayerCache | StateCache] = {}
 
     @classmethod
     def reserve(
         cls,
-        spec: AttentionSpec,
+        layers: LayerSpec | Mapping[str, LayerSpec] | LayerGroup | Sequence[LayerGroup],
         *,
         block_size: int,
-        num_layers: int,
+        num_layers: int | None = None,
         capacity: int | None = None,
-        layout: str = "LTBNHD",
+        layout: str = DEFAULT_ORDER,
         device: torch.device | str | None = None,
         memory: VirtualMemory | None = None,
         commit: str | None = None,
         dense: bool = False,
+        shared_by: str | Iterable[Iterable[str]] = (),
+        packed: bool | Iterable[Iterable[str]] = (),
     ) -> KVCache:
         """Reserves address space for `capacity` blocks of `block_size` tokens; takes no physical memory.
 
         Args:
-            spec: what one layer keeps per token.
+            layers: what each layer keeps: one spec (with `num_layers`), a mapping of layer name to spec, whose equal
+                specs form a group, or `LayerGroup`s. Layers of one cache share the block numbering.
             block_size: tokens a block.
-            num_layers: layers that share the block numbering.
+            num_layers: layers of one spec, named `layers.0` and so on.
             capacity: blocks to reserve; by default what the device's total memory could hold.
-            layout: the physical order of L, T, B, N, H and D, outermost first (docs/design.md has the table).
+            layout: the physical order of L, T, B, N, H and D, outermost first (docs/layouts.md draws them), of groups
+                that state none. Where attention layers share the cache with layers that keep a state (a hybrid model),
+                B is put in front of T, so that each layer has one segment with K and V of a block side by side.
             device: "cuda", "cuda:1" or "cpu"; by default the current GPU if it is usable, else the CPU.
             memory: a driver of your own choice instead of the device's (`HostMemory`, `FakeMemory`, `FaultyMemory`).
             commit: "all" commits the whole capacity at once, for engines that allocate first.
             dense: pack segments without padding their stride to a granule (a granule may then serve two segments).
+            shared_by: sets of layer names that overlay each other in one buffer, or "groups": layer i of every group
+                overlays buffer i. A block id then belongs to one group at a time, and each group has block tables of
+                its own. The buffer's page is the least that holds each layer's.
+            packed: sets of layer names (True: all) that lie side by side in each block of one buffer.
 
-        Raises `ValueError` or `TypeError` for sizes and layouts that cannot be, `Unavailable` if the device has no
-        virtual memory management, `AddressSpaceExhausted`, and with commit="all" what `extend` raises.
+        Raises `ValueError` or `TypeError` for sizes, names and layouts that cannot be, `Unavailable` if the device has
+        no virtual memory management, `AddressSpaceExhausted`, and with commit="all" what `extend` raises.
         Waits for the current stream, and with commit="all" as `extend` does.
         """
-        if not isinstance(spec, AttentionSpec):
-            raise TypeError(f"spec must be an AttentionSpec, not {type(spec).__name__}")
+        groups, names = groups_of(layers, num_layers)
         if commit not in (None, "all"):
             raise ValueError(f'commit must be None or "all", got {commit!r}')
         if memory is None:
@@ -91,21 +107,32 @@ class KVCache:
             raise ValueError(f"device {device!s} and the memory's device {memory.device!s} differ; name one of them")
         if memory.is_capturing():
             raise CaptureError("KVCache.reserve")
-        granularity = None if dense else memory.granularity
+        granularity = memory.granularity
+        if not isinstance(shared_by, str):
+            shared_by = [tuple(names_of_one) for names_of_one in shared_by]
+        if not isinstance(packed, bool):
+            packed = [tuple(names_of_one) for names_of_one in packed]
+
+        def arranged(blocks: int) -> CacheGeometry:
+            return arrange(
+                groups,
+                block_size=block_size,
+                capacity=blocks,
+                granularity=granularity,
+                layout=layout,
+                names=names,
+                dense=dense,
+                shared_by=shared_by,
+                packed=packed,
+            )
+
         if capacity is None:
-            one = CacheLayout(layout, spec, num_layers=num_layers, block_size=block_size, capacity=1)
-            capacity = max(memory.memory_info()[1] // one.block_bytes, 1)
-        geometry = CacheLayout(
-            layout, spec, num_layers=num_layers, block_size=block_size, capacity=capacity, granularity=granularity
-        )
-        buffer = ExtensibleTensor(
-            geometry.segment_capacity_bytes * geometry.num_segments,
-            num_segments=geometry.num_segments,
-            segment_stride_bytes=geometry.segment_stride_bytes,
-            memory=memory,
-        )
+            capacity = max(memory.memory_info()[1] // arranged(1).block_bytes, 1)
+        geometry = arranged(capacity)
+        buffers: list[ExtensibleTensor] = []
         try:
-            cache = cls(spec, geometry, buffer)
+            _reserve_buffers(geometry, memory, buffers)
+            cache = cls(geometry, buffers, dense=dense)
             logger.debug(
                 "reserved addresses for %d blocks (%.2f GiB of address space, no memory)",
                 capacity,
@@ -114,16 +141,42 @@ class KVCache:
             if commit == "all":
                 cache.extend(capacity)
         except BaseException:
-            buffer.free()
+            for buffer in buffers:
+                buffer.free()
             raise
         return cache
 
     # What the cache is.
 
     @property
+    def geometry(self) -> CacheGeometry:
+        """Groups, layers and buffers: where every byte lies. It grows with `add_group` and by nothing else."""
+        return self._geometry
+
+    @property
+    def spec(self) -> LayerSpec:
+        """What every layer keeps. Raises `ValueError` where layers differ: see `geometry.layers` then."""
+        return self._the_one("spec", [layer.spec for layer in self._geometry.layers])
+
+    @property
+    def layout(self) -> CacheLayout:
+        """The layout of all layers. Raises `ValueError` where they have several: see `geometry.layers` then."""
+        layouts = [layer.layout for layer in self._geometry.layers]
+        layout = self._the_one("layout", layouts if len(self._geometry.buffers) == 1 else [*layouts, None])
+        if layout is None:
+            raise ValueError("this cache keeps no K and V in one layout; geometry.layers has each layer's place")
+        return layout
+
+    @staticmethod
+    def _the_one(what: str, values: Sequence[Value]) -> Value:
+        if any(value != values[0] for value in values):
+            raise ValueError(f"the layers of this cache have no {what} in common; geometry.layers has each one's")
+        return values[0]
+
+    @property
     def capacity(self) -> int:
         """Blocks reserved."""
-        return self.layout.capacity
+        return self._geometry.capacity
 
     @property
     def num_blocks(self) -> int:
@@ -132,16 +185,16 @@ class KVCache:
 
     @property
     def num_layers(self) -> int:
-        return self.layout.num_layers
+        return len(self._geometry.layers)
 
     @property
     def block_size(self) -> int:
-        """Tokens a block."""
-        return self.layout.block_size
+        """Tokens a block, in groups that state no other number."""
+        return self._geometry.block_size
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, without padding."""
+        """Bytes of one block over all layers; what a padded page leaves unused counts, rounding to granules not."""
         return self._store.block_bytes
 
     @property
@@ -166,6 +219,15 @@ class KVCache:
     def mapped_bytes_at(self, num_blocks: int) -> int:
         """The physical bytes that `num_blocks` committed blocks hold, exact and without committing anything."""
         return self._store.mapped_bytes_at(num_blocks)
+
+    @property
+    def padding_bytes(self) -> dict[str, int]:
+        """By group: bytes of a block that its layers' padded or shared pages leave unused."""
+        return self._geometry.padding_bytes
+
+    def signature(self) -> str:
+        """What ranks that share block ids must agree on, as JSON that compares as text: see `CacheGeometry`."""
+        return self._geometry.signature()
 
     @property
     def control(self) -> torch.Tensor:
@@ -202,6 +264,48 @@ class KVCache:
         self._store.extend(target)
         return self
 
+    def add_group(self, group: LayerGroup) -> KVCache:
+        """Adds layers, in buffers of their own, to a cache that may have blocks already. Returns the cache.
+
+        The new buffers are brought to `num_blocks` zeroed blocks before anything shows the layers; from then on they
+        grow with the others. All or nothing: after an error the cache is as it was. A capture keeps what it recorded,
+        and `zero_blocks` inside it covers the new layers too. Waits for the zeroing, as `extend` does.
+
+        Raises `ValueError` for names that the cache has already, for another block size and for what `reserve` refuses,
+        `OutOfMemory`, `AddressSpaceExhausted`, `CaptureError`, `Closed`.
+        """
+        self._store.require_usable()
+        memory, before = self._store.memory, self._geometry
+        if memory.is_capturing():
+            raise CaptureError("add_group")
+        added = arrange(
+            [group],
+            block_size=before.block_size,
+            capacity=before.capacity,
+            granularity=before.granularity,
+            dense=self._dense,
+            beside=[layer.spec for layer in before.layers],
+        )
+        after = joined(before, added)
+        buffers: list[ExtensibleTensor] = []
+
+        def publish() -> None:
+            if self._geometry is not before:
+                raise TritonKVError("another thread added a group meanwhile; nothing was changed, try again")
+            self._buffers += buffers
+            self._geometry = after
+            self._indices |= {layer.name: layer.index for layer in after.layers}
+
+        try:
+            _reserve_buffers(added, memory, buffers)
+            stored = [StoredBuffer(buffer, part.block_bytes) for buffer, part in zip(buffers, added.buffers)]
+            self._store.add_buffers(stored, publish)
+        except BaseException:
+            for buffer in buffers:
+                buffer.free()
+            raise
+        return self
+
     def close(self) -> None:
         """Gives back memory and addresses; waits for the device. Closing twice does nothing.
 
@@ -221,16 +325,19 @@ class KVCache:
 
     # Views.
 
-    def __getitem__(self, layer: int | str) -> LayerCache:
-        """The views of one layer, by index or by name (`"layers.3"`). Cached: the same object every time."""
+    def __getitem__(self, layer: int | str) -> Any:
+        """The views of one layer, by index or by name: a `LayerCache` of K and V, or a `StateCache`.
+
+        Cached: the same object every time.
+        """
         index = self._layer_index(layer)
         found = self._layers.get(index)
         if found is None:
             self._store.require_open()
-            found = self._layers[index] = self._make_layer(index)
+            found = self._layers[index] = self._make_layer(self._geometry.layers[index])
         return found
 
-    def __iter__(self) -> Iterator[LayerCache]:
+    def __iter__(self) -> Iterator[Any]:
         return (self[index] for index in range(self.num_layers))
 
     def __len__(self) -> int:
@@ -238,20 +345,32 @@ class KVCache:
 
     def _layer_index(self, layer: int | str) -> int:
         if isinstance(layer, str):
-            prefix, _, digits = layer.rpartition(".")
-            if prefix != "layers" or not digits.isdecimal() or int(digits) >= self.num_layers:
-                raise KeyError(f"no layer {layer!r}: this cache has layers.0 to layers.{self.num_layers - 1}")
-            return int(digits)
+            if layer not in self._indices:
+                first, last = self._geometry.layers[0].name, self._geometry.layers[-1].name
+                raise KeyError(f"no layer {layer!r}: this cache has {first} to {last}")
+            return self._indices[layer]
         if not isinstance(layer, int) or isinstance(layer, bool):
             raise TypeError(f"a layer is named by its index or name, not by {type(layer).__name__}")
         if not -self.num_layers <= layer < self.num_layers:
             raise IndexError(f"no layer {layer}: this cache has {self.num_layers} layers")
         return layer % self.num_layers
 
-    def _make_layer(self, index: int) -> LayerCache:
-        layout = self.layout
-        raw = self._buffer.view(layout.layer_base_bytes(index), layout.layer_span_bytes)
-        flat = raw.view(self.spec.dtype)
+    def _make_layer(self, place: PlacedLayer) -> LayerCache | StateCache:
+        if not isinstance(place.spec, AttentionSpec):
+            return StateCache(
+                name=place.name,
+                index=place.index,
+                spec=place.spec,
+                states=self._state_views(place, self.capacity),
+                names=tuple(tensor.name for tensor in place.tensors),
+                control=self._store.control,
+                layout=place.order,
+                check_usable=self._store.require_committed,
+            )
+        spec, layout = place.spec, place.layout
+        assert layout is not None
+        raw = self._buffers[place.buffer].view(place.base_bytes, layout.layer_span_bytes)
+        flat = raw.view(spec.dtype)
         k, v = layout.views(flat)
         operands = None
         if layout.d_innermost:
@@ -262,51 +381,67 @@ class KVCache:
                 control=self._store.control,
                 num_blocks=self.capacity,
                 block_size=layout.block_size,
-                num_kv_heads=self.spec.num_kv_heads,
-                head_dim=self.spec.head_dim,
-                v_head_dim=self.spec.value_dim,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                v_head_dim=spec.value_dim,
                 k_strides=layout.k_strides[:3],
                 v_strides=layout.v_strides[:3],
             )
         return LayerCache(
-            name=f"layers.{index}",
-            index=index,
+            name=place.name,
+            index=place.index,
             k=k,
             v=v,
             pair=None if layout.kv_stride is None else layout.kv_view(flat),
             flat=flat,
             control=self._store.control,
             operands=operands,
-            layout=layout.order,
+            layout=place.order,
             check_usable=self._store.require_committed,
         )
 
-    def committed(self, layer: int | str) -> CommittedViews:
+    def _state_views(self, place: PlacedLayer, num_blocks: int) -> tuple[torch.Tensor, ...]:
+        """`[num_blocks, *shape]` of each state, in a storage that ends with its last element."""
+        views = []
+        for tensor in place.tensors:
+            itemsize = tensor.dtype.itemsize
+            span = (num_blocks - 1) * place.block_stride_bytes + tensor.num_bytes
+            raw = self._buffers[place.buffer].view(place.base_bytes + tensor.offset_bytes, span)
+            inner = torch.empty(tensor.shape, device="meta").stride()
+            strides = (place.block_stride_bytes // itemsize, *inner)
+            views.append(raw.view(tensor.dtype).as_strided((num_blocks, *tensor.shape), strides))
+        return tuple(views)
+
+    def committed(self, layer: int | str) -> Any:
         """Views of a layer's committed blocks whose storages end with the committed bytes.
 
-        Safe to print, copy, pickle or register with a transfer library, which all take the whole storage. They do not
-        grow with the cache: ask again after `extend`. Raises `ValueError` for a layout that spreads one layer's K over
-        several segments, which no single storage can hold, and `NothingCommitted`.
+        A `CommittedViews` of K and V, or a tuple of states `[num_blocks, *shape]`. Safe to print, copy, pickle or
+        register with a transfer library, which all take the whole storage. They do not grow with the cache: ask again
+        after `extend`. Raises `ValueError` for a layout that spreads one layer's K over several segments, which no
+        single storage can hold, and `NothingCommitted`.
         """
-        index = self._layer_index(layer)
+        place = self._geometry.layers[self._layer_index(layer)]
         self._store.require_committed()
-        return CommittedViews(self._committed_view(index, 0), self._committed_view(index, 1))
+        if place.layout is None:
+            return self._state_views(place, self.num_blocks)
+        return CommittedViews(self._committed_view(place, 0), self._committed_view(place, 1))
 
-    def _committed_view(self, index: int, kv: int) -> torch.Tensor:
-        layout = self.layout
+    def _committed_view(self, place: PlacedLayer, kv: int) -> torch.Tensor:
+        spec, layout = place.spec, place.layout
+        assert isinstance(spec, AttentionSpec)
+        assert layout is not None
         block = layout.order.index("B")
         if any(layout.order.index(letter) < block for letter in "NHD"):
             raise ValueError(
                 f"layout {layout.order!r} spreads one layer's K over several segments, so no single storage ends with "
                 "the committed bytes. Use cache[layer] and copy the blocks you need"
             )
-        segment, offset = layout.locate(index, kv, 0, 0, 0)
-        num_bytes = self.num_blocks * layout.segment_block_bytes - offset
-        start = segment * layout.segment_stride_bytes + offset
-        flat = self._buffer.view(start, num_bytes).view(self.spec.dtype)
+        start = place.base_bytes + kv * layout.v_offset * spec.itemsize_bytes
+        num_bytes = self.num_blocks * layout.segment_block_bytes - start % layout.segment_stride_bytes
+        flat = self._buffers[place.buffer].view(start, num_bytes).view(spec.dtype)
         strides = layout.v_strides if kv else layout.k_strides
-        dim = self.spec.value_dim if kv else self.spec.head_dim
-        return flat.as_strided((self.num_blocks, layout.block_size, self.spec.num_kv_heads, dim), strides)
+        dim = spec.value_dim if kv else spec.head_dim
+        return flat.as_strided((self.num_blocks, layout.block_size, spec.num_kv_heads, dim), strides)
 
     # Watching.
 
@@ -317,8 +452,22 @@ class KVCache:
     def __repr__(self) -> str:
         if self._store.closed:
             return "KVCache(closed)"
+        orders = ", ".join(sorted({repr(layer.order) for layer in self._geometry.layers}))
         return (
             f"KVCache({self.num_blocks} of {self.capacity} blocks of {self.block_size} tokens, "
-            f"{self.num_layers} layers, layout={self.layout.order!r}, mapped={self.mapped_bytes / GIB:.2f} GiB of "
+            f"{self.num_layers} layers, layout={orders}, mapped={self.mapped_bytes / GIB:.2f} GiB of "
             f"{self.reserved_bytes / GIB:.2f} GiB of addresses, device={self.device})"
+        )
+
+
+def _reserve_buffers(geometry: CacheGeometry, memory: VirtualMemory, buffers: list[ExtensibleTensor]) -> None:
+    """Appends a buffer for each of the geometry's, so that the caller can free what was made before a failure."""
+    for part in geometry.buffers:
+        buffers.append(
+            ExtensibleTensor(
+                part.segment_capacity_bytes * part.num_segments,
+                num_segments=part.num_segments,
+                segment_stride_bytes=part.segment_stride_bytes,
+                memory=memory,
+            )
         )

@@ -331,6 +331,31 @@ class BlockStore:
         for buffer, _ in self.buffers:
             buffer.shrink_(0, transaction)
 
+    def add_buffers(self, buffers: Sequence[StoredBuffer], publish: Callable[[], None]) -> None:
+        """Brings new buffers to the committed blocks, zeroed, and only then makes them part of every later change.
+
+        `publish` is called last, with the lock held. After an error nothing has changed but the new buffers, which the
+        caller frees.
+        """
+        with self._lock:
+            self._require_changeable("adding a group")
+            mapped_bytes = sum(buffer.mapped_bytes_at(self.num_blocks * size) for buffer, size in buffers)
+            try:
+                with self.memory.activate(), Transaction() as transaction:
+                    for buffer, block_bytes in buffers:
+                        buffer.grow_(self.num_blocks * block_bytes, transaction)
+                    self.memory.wait()
+                    publish()
+            except DriverError as error:
+                if not error.out_of_memory:
+                    raise
+                described = OutOfMemory(
+                    mapped_bytes, self.memory.memory_info()[0], detail=f"adding a group at {self.num_blocks} blocks"
+                )
+                attach_failures(described, list(error.undo_failures))
+                raise described from error
+            self.buffers = (*self.buffers, *buffers)
+
     # Giving back.
 
     def shrink(self, num_blocks: int, *, after: Waitable | None = None) -> Freed:
