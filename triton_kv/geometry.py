@@ -177,6 +177,7 @@ def arrange(
     dense: bool = False,
     shared_by: str | Iterable[Iterable[str]] = (),
     packed: bool | Iterable[Iterable[str]] = (),
+    beside: Sequence[LayerSpec] = (),
 ) -> CacheGeometry:
     """Places every layer of every group.
 
@@ -187,6 +188,7 @@ def arrange(
         is the least that holds each page.
     packed: sets of layers of which a block holds all pages side by side, so that each one's block stride exceeds its
         page; True packs all layers into one buffer. Layers that overlay each other have one slot there.
+    beside: what the layers keep that the cache already holds; it is a hybrid model's with them.
 
     Raises `ValueError` for what contradicts itself, with the names of the layers, `TypeError` for sizes that are no
     integers.
@@ -196,7 +198,7 @@ def arrange(
     grouped = [name for group in groups for name in group.names]
     check_names(grouped)
     index_of = {name: index for index, name in enumerate(grouped if names is None else names)}
-    hybrid = is_hybrid([spec for group in groups for spec in group.specs])
+    hybrid = is_hybrid([*beside, *(spec for group in groups for spec in group.specs)])
     pages: dict[str, _Page] = {}
     for group in groups:
         for name, page in zip(group.names, _pages(group, layout, block_size, hybrid)):
@@ -317,8 +319,12 @@ def joined(first: CacheGeometry, second: CacheGeometry) -> CacheGeometry:
     titles = [group.name for group in (*first.groups, *second.groups)]
     if len(set(titles)) < len(titles):
         raise ValueError(f"groups named twice in {titles}; give the new one a name of its own")
-    if second.block_size != first.block_size:
-        raise ValueError(f"block_size {second.block_size} is not the cache's {first.block_size}")
+    sizes = {layer.block_size for layer in second.layers} - {first.block_size}
+    if sizes:
+        raise ValueError(
+            f"mixed block numbering: the new layers count blocks of {', '.join(map(str, sorted(sizes)))} tokens, the "
+            f"cache of {first.block_size}; give them its block_size"
+        )
     moved = tuple(
         replace(layer, index=layer.index + len(first.layers), buffer=layer.buffer + len(first.buffers))
         for layer in second.layers

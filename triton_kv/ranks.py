@@ -13,7 +13,7 @@ import time
 import weakref
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from triton_kv.cache import KVCache
     from triton_kv.sizing import Plan
+
+Result = TypeVar("Result")
 
 BALLOT_BYTES = 2048  # one size for every rank, so that one collective does
 _ERROR_CHARS = 400  # of an error's text that others get to see: at most 4 bytes each
@@ -181,42 +183,66 @@ def agree(plan: Plan | Sequence[Plan] | None, group: dist.ProcessGroup, *, same_
 def change_together(
     operation: str,
     group: dist.ProcessGroup,
-    begin: Callable[[], tuple[AbstractContextManager[Callable[[], None]], int]],
-) -> None:
-    """A change of a cache on every rank of the group or on none: two phases and two votes. Collective.
+    begin: Callable[[Callable[[], None]], tuple[AbstractContextManager[Result], int | None]],
+    *,
+    undoable: bool = True,
+) -> Result:
+    """A change of a cache on every rank of the group or on none: two steps and two votes. Collective.
 
-    `begin()` checks the call and gives a context manager and the number of blocks that the cache will hold. Entering it
-    does all that can fail and shows nothing; it yields what publishes; an exception inside it undoes everything.
-    The first vote is taken before publishing, the second after it and before anything becomes final.
+    `begin(confirm)` checks the call and gives the change as a context manager, and the number of blocks that the cache
+    will then hold (None: it need not be the same everywhere). Entering it does all that can fail and shows nothing;
+    an exception inside it undoes everything; leaving it publishes, calls `confirm` and only then becomes final. The
+    first vote is taken inside, the second by `confirm`. A change that is final when it is published (not `undoable`)
+    leaves `confirm` alone, and the second vote is taken afterwards. Returns what the context manager gave.
 
     Raises `RankError` on every rank if one of them failed (each is as before), `RankLost` if a rank gave no answer to
-    the first vote (this rank is as before), `InconsistentRanks` if it gave none to the second (this rank has changed).
+    the first vote (this rank is as before), `InconsistentRanks` if it gave none to the second, or failed when nothing
+    could be taken back any more (this rank has changed).
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 0
     failure: BaseException | None = None
     lost: RankLost | None = None
-    with ExitStack() as stack:
-        publish: Callable[[], None] | None = None
-        after: tuple[int, ...] = ()
+    prepared = confirmed = False
+
+    def vote(operation: str, failure: BaseException | None, blocks: int | None) -> None:
+        counts = () if blocks is None else (blocks,)
+        _vote(group, Ballot(operation, world_size, counts, error=_describe(failure)), failure)
+
+    def confirm() -> None:
+        nonlocal confirmed, lost
+        confirmed = True
         try:
-            steps, num_blocks = begin()
-            publish, after = stack.enter_context(steps), (num_blocks,)
-        except BaseException as error:  # also an interrupt: the others wait for this rank's vote
-            failure = error
-        _vote(group, Ballot(operation, world_size, after, error=_describe(failure)), failure)
-        assert publish is not None  # else the vote has failed
-        try:
-            publish()
-        except BaseException as error:
-            failure = error
-        try:
-            _vote(group, Ballot(f"{operation}, published", world_size, after, error=_describe(failure)), failure)
-        except RankLost as error:
-            if failure is not None:
-                raise error from failure
+            vote(f"{operation}, published", None, num_blocks)
+        except RankLost as error:  # nothing to take back: the others may have published, too
             lost = error
+
+    try:
+        with ExitStack() as stack:
+            num_blocks: int | None = None
+            try:
+                steps, num_blocks = begin(confirm)
+                result = stack.enter_context(steps)
+            except BaseException as error:  # also an interrupt: the others wait for this rank's vote
+                failure = error
+            vote(operation, failure, num_blocks)
+            prepared = True
+    except BaseException as error:
+        if prepared and not confirmed:  # publishing failed here, and the others wait for the second vote
+            try:
+                vote(f"{operation}, published", error, num_blocks)
+            except RankError as refused:
+                if undoable:
+                    raise
+                raise InconsistentRanks(operation, str(refused)) from error
+        raise
+    if not confirmed:
+        try:
+            confirm()
+        except RankError as refused:
+            raise InconsistentRanks(operation, str(refused)) from refused
     if lost is not None:
         raise InconsistentRanks(operation, lost.reason) from lost
+    return result
 
 
 def _vote(group: dist.ProcessGroup, ballot: Ballot, failure: BaseException | None) -> None:

@@ -184,8 +184,9 @@ class Plan:
     def __str__(self) -> str:
         lines = [stage_table(self.stages), ""] if self.stages else []
         for share in self.caches:
-            tokens = f" ({share.num_blocks * share.block_size} tokens)" if share.block_size else ""
-            lines.append(f"{share.name}: {share.num_blocks} blocks{tokens}, {share.mapped_bytes / GIB:.3f} GiB mapped")
+            lines.append(f"{share.name}: {share.num_blocks} blocks, {share.mapped_bytes / GIB:.3f} GiB mapped")
+            if share.block_size:
+                lines[-1] += self[share.name]._described_tokens()
         reserve = (
             f"kept free for activations {self.activation_bytes / GIB:.3f}, reservations "
             f"{self.reservation_bytes / GIB:.3f}, headroom {self.headroom_bytes / GIB:.3f} GiB"
@@ -201,6 +202,11 @@ class Plan:
         if self.legacy is not None:
             lines.append(self._compared(self.legacy))
         return "\n".join(lines)
+
+    def _described_tokens(self) -> str:
+        most = self.longest_sequence_tokens
+        counts = ", ".join(f"{self.num_sequences(tokens)} of {tokens}" for tokens in (1024, 8192) if tokens <= most)
+        return f", {most} tokens: one sequence of them" + (f", or {counts}" if counts else "")
 
     def _compared(self, legacy: LegacyGuess) -> str:
         text = (
@@ -429,7 +435,7 @@ def plan_blocks(
     cache_bytes: int | None = None,
     ratio: Mapping[str, float] | None = None,
     spare_blocks: int = 0,
-    graph_estimate_bytes: int = GRAPH_ESTIMATE_BYTES,
+    graph_estimate_bytes: int | None = None,
 ) -> Plan:
     """Reads the cache's device and says how many blocks it may hold; call it after warm-up and capture.
 
@@ -445,7 +451,7 @@ def plan_blocks(
         max_blocks: no more than these.
         num_blocks, cache_bytes: a fixed size instead of the budget.
         spare_blocks: blocks that no sequence gets, such as a block 0 for padding: they hold no tokens of the plan.
-        graph_estimate_bytes: for the comparison: what sizing before capture would have kept for graphs.
+        graph_estimate_bytes: for the comparison: what sizing before capture keeps for graphs (1 GiB on a GPU).
 
     Raises what `fit_caches` raises (`OutOfMemory` with the ledger as a note), `ValueError` for a ledger of another
     device, one with an open stage or one without a profile run, and `Closed`.
@@ -455,7 +461,7 @@ def plan_blocks(
         raise ValueError(f"ratio names {', '.join(ratio)}; the caches are {', '.join(caches)}")
     if spare_blocks < 0:
         raise ValueError(f"spare_blocks must not be negative, got {spare_blocks}")
-    if graph_estimate_bytes < 0:
+    if graph_estimate_bytes is not None and graph_estimate_bytes < 0:
         raise ValueError(f"graph_estimate_bytes must not be negative, got {graph_estimate_bytes}")
     devices = {one.device for one in caches.values()}
     if len(devices) > 1 or (ledger is not None and devices - {ledger.device}):
@@ -495,6 +501,8 @@ def plan_blocks(
         if ledger is not None:
             error.add_note(str(ledger))
         raise
+    if graph_estimate_bytes is None:
+        graph_estimate_bytes = GRAPH_ESTIMATE_BYTES if first.device.type == "cuda" else 0
     legacy = _legacy_guess(plan, costs, ledger, graph_estimate_bytes) if ledger is not None else None
     return replace(plan, spare_blocks=spare_blocks, legacy=legacy, stages=tuple(ledger.stages) if ledger else ())
 

@@ -72,8 +72,8 @@ class AttentionSpec:
 
     @property
     def alignment_bytes(self) -> int:
-        """What the address of a page must be a multiple of."""
-        return self.dtype.itemsize
+        """What the address of a page must be a multiple of: 16 bytes, which kernels load at once, where heads are."""
+        return math.gcd(16, self.head_dim * self.dtype.itemsize, self.value_dim * self.dtype.itemsize)
 
     def page_bytes(self, block_size: int) -> int:
         """Bytes of one block of `block_size` tokens."""
@@ -156,7 +156,9 @@ class MLASpec:
 
     @property
     def alignment_bytes(self) -> int:
-        return self.dtype.itemsize
+        """What the address of a page must be a multiple of: 16 bytes where both parts of the vector are."""
+        itemsize = self.dtype.itemsize
+        return math.gcd(16, self.kv_lora_rank * itemsize, self.qk_rope_head_dim * itemsize)
 
     def page_bytes(self, block_size: int) -> int:
         return self.token_bytes * block_size

@@ -235,6 +235,93 @@ def test_an_interrupt_reaches_the_others_as_an_error():
     assert "[1 blocks" in first.text
 
 
+# Shrinking, sleeping, waking.
+
+
+def _shrink_sleep_wake(rank, kind):
+    group = dist.group.WORLD
+    cache = reserve(kind=kind).extend(40, group=group)
+    freed = cache.shrink(8, group=group)
+    assert freed == 4 * 4 * GRANULE
+    assert cache.num_blocks == 8
+    if kind == "host":
+        cache[0].k[:8] = rank + 1.0
+    report = cache.sleep(keep="host" if kind == "host" else None, group=group)
+    assert report.freed == 4 * GRANULE
+    assert cache.asleep
+    assert cache.wake(group=group).num_blocks == 8 == cache.num_blocks
+    if kind == "host":
+        assert (cache[0].k[:8] == rank + 1.0).all()
+    return True
+
+
+@pytest.mark.parametrize(("kind", "world_size"), [("host", 2), ("fake", 4)])
+def test_all_shrink_sleep_and_wake(kind, world_size):
+    for outcome in run_ranks(_shrink_sleep_wake, world_size, kind):
+        assert outcome.value is True, outcome
+
+
+def _fail_finish(cache):
+    def fail(progress):
+        cache._store._finish = real
+        raise tkv.DriverError("release", "EIO", "injected")
+
+    real, cache._store._finish = cache._store._finish, fail
+
+
+DOWN = {  # operation, what breaks on one rank, its error, whether all are as before
+    "shrink: waiting for the device": ("shrink", lambda cache: cache._store.memory.fail("synchronize"), "EIO", True),
+    "shrink: unmapping": ("shrink", lambda cache: cache._store.memory.fail("unmap"), "EIO", True),
+    "shrink: more than there is": ("shrink", lambda cache: cache.shrink(2), "ValueError: shrink(8) of 2", True),
+    "shrink: giving back": ("shrink", _fail_finish, "release failed with EIO", False),
+    "sleep: unmapping": ("sleep", lambda cache: cache._store.memory.fail("unmap"), "EIO", True),
+    "sleep: giving back": ("sleep", _fail_finish, "release failed with EIO", False),
+    "wake: memory": ("wake", lambda cache: cache._store.memory.fail("create", 2), "OutOfMemory", True),
+    "wake: zeroing": ("wake", lambda cache: cache._store.memory.fail("fill"), "EIO", True),
+    "wake: publishing": ("wake", _fail_watermark, "memcpy failed with EIO", True),
+}
+
+
+def _state(cache):
+    memory = cache._store.memory
+    return cache.num_blocks, cache.mapped_bytes, memory.live.mappings, cache.control[0].item(), cache.asleep
+
+
+def _fail_down(rank, names):
+    group = dist.group.WORLD
+    seen = []
+    for name in names:
+        operation, break_it, _, undoable = DOWN[name]
+        cache = reserve().extend(40, group=group)
+        if operation == "wake":
+            cache.sleep(group=group)
+        arguments = (8,) if operation == "shrink" else ()
+        if rank == 1:
+            break_it(cache)
+        before = _state(cache)
+        try:
+            getattr(cache, operation)(*arguments, group=group)
+        except tkv.TritonKVError as error:
+            seen.append((type(error).__name__, str(error)))
+        if undoable:
+            assert _state(cache) == before, name
+            if "more than" not in name:
+                getattr(cache, operation)(*arguments, group=group)
+                assert _state(cache) != before, name
+        cache.close()
+    return seen
+
+
+def test_a_rank_that_fails_to_shrink_sleep_or_wake():
+    for outcome in run_ranks(_fail_down, 2, list(DOWN)):
+        assert outcome.error is None, outcome.text
+        assert len(outcome.value) == len(DOWN)
+        for (name, (_, _, text, undoable)), (error, message) in zip(DOWN.items(), outcome.value):
+            assert error == ("RankError" if undoable else "InconsistentRanks"), name
+            assert "rank 1: " in message, name
+            assert text in message, name
+
+
 # Ranks that die.
 
 
@@ -270,6 +357,24 @@ def test_a_rank_that_is_killed(world_size, phase, error, state):
         assert "restart the group" in outcome.text
         assert ("the group is inconsistent" in outcome.text) == (phase == "voted")
         assert outcome.seconds < 8.0
+
+
+def _die_asleep(rank):
+    cache = reserve(kind="host").extend(3)
+    cache[0].k[:3] = 7.0
+    dist.barrier()
+    if rank == 1:
+        cache._store.memory.unmap = _die
+    try:
+        cache.sleep(group=dist.group.WORLD)
+    except tkv.RankLost:
+        return cache.asleep, cache.num_blocks, bool((cache[0].k[:3] == 7.0).all())
+
+
+def test_nobody_sleeps_if_a_rank_dies_on_the_way():
+    survivor, victim = run_ranks(_die_asleep, 2)
+    assert victim.exit_code == -signal.SIGKILL
+    assert survivor.value == (False, 3, True), survivor
 
 
 def _sleep_through(rank, seconds):

@@ -340,7 +340,9 @@ def test_the_table_and_json():
         "guessed for graphs",
     ):
         assert text in str(plan)
-    assert f"{plan.num_blocks} blocks ({plan.num_blocks * 16} tokens)" in str(plan)
+    tokens = (plan.num_blocks - 1) * 16
+    assert f"cache: {plan.num_blocks} blocks, " in str(plan)
+    assert f" {tokens} tokens: one sequence of them, or {tokens // 1024} of 1024, {tokens // 8192} of 8192" in str(plan)
     loaded = json.loads(plan.to_json())
     assert loaded["caches"][0]["num_blocks"] == plan.num_blocks
     assert loaded["free_after_bytes"] == plan.free_after_bytes
