@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from triton_kv.cache import KVCache
 
-# What an engine that allocates before capture may keep for its graphs: the lower end of the "1 to 3 GiB" that vLLM's
-# documentation told its users to expect.
+# What an engine that allocates before capture may keep for its graphs: the lower end of the "1 to 3 GiB" that vLLM
+# told its users in its log to expect.
 GRAPH_ESTIMATE_BYTES = 1 << 30
 
 
