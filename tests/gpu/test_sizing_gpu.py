@@ -170,7 +170,8 @@ def test_a_neighbour_shrinks_the_plan(memory):
         assert tkv.plan_blocks(cache, ledger, **ALL).num_blocks >= second.num_blocks
     finally:
         if handle is not None:
-            memory.release(handle)
+            with memory.activate():
+                memory.release(handle)
         cache.close()
 
 
@@ -215,7 +216,7 @@ def test_an_abandoned_capture_costs_nothing(memory):
 
 
 def test_plan_sleep_and_wake_with_too_little_memory(memory):
-    """Somebody takes memory while the cache sleeps: a clean error, still asleep, and it wakes once the memory is back."""
+    """Somebody takes memory while the cache sleeps: a clean error, and it wakes once the memory is back."""
     ledger, cache, _, _ = start_up(memory, batch_sizes=(64,))
     taken = []
     try:
@@ -231,8 +232,9 @@ def test_plan_sleep_and_wake_with_too_little_memory(memory):
         cache.wake()
         assert cache.num_blocks == blocks
     finally:
-        for handle in taken:
-            memory.release(handle)
+        with memory.activate():
+            for handle in taken:
+                memory.release(handle)
         cache.close()
 
 
