@@ -472,16 +472,18 @@ def plan_blocks(
     first = next(iter(caches.values()), None)
     if first is None:
         raise ValueError("a plan needs at least one cache")
-    free_bytes, total_bytes = first.memory_info()  # also says so if it is closed
     reservation_bytes = 0
-    if ledger is not None:
+    if ledger is None:
+        free_bytes, total_bytes = first.memory_info()
+        if activation_bytes is None:
+            activation_bytes = _peak_not_held(first.device)
+    else:
+        first._store.require_usable()
         reading = ledger.read()
         free_bytes, total_bytes = reading.free_bytes, reading.total_bytes
         reservation_bytes = ledger.announced_bytes
         if activation_bytes is None:
             activation_bytes = ledger.activation_bytes(reading)
-    elif activation_bytes is None:
-        activation_bytes = _peak_not_held(first.device)
     costs = [_cost(name, one) for name, one in caches.items()]
     try:
         plan = fit_caches(

@@ -126,6 +126,10 @@ def test_a_plan_of_a_closed_cache():
     cache.close()
     with pytest.raises(tkv.Closed):
         tkv.plan_blocks(cache)
+    _, cache, ledger = start_up()
+    cache.close()
+    with pytest.raises(tkv.Closed):
+        tkv.plan_blocks(cache, ledger)
 
 
 # Overrides, tokens, tables.
@@ -193,6 +197,11 @@ TARGET, DRAFT = cost("target", 256 << 10), cost("draft", 64 << 10)
 SHARES = {  # 80 MiB for both
     "equal tokens": ([TARGET, DRAFT], None, [256, 256]),
     "equal tokens, other blocks": ([TARGET, cost("draft", 256 << 10, 64)], None, [256, 64]),
+    "equal tokens, not one token more": (
+        [cost("target", 96 << 10), cost("draft", 64 << 10, 64)],
+        None,
+        [724, 181],  # a 725th block of the target would cost nothing, and be of no use
+    ),
     "equal tokens, a small capacity": ([TARGET, cost("draft", 64 << 10, capacity=99)], None, [99, 99]),
     "by ratio": ([TARGET, DRAFT], [3, 1], [240, 320]),
     "a small share is still a block": ([TARGET, DRAFT], [79, 1], [316, 16]),
@@ -301,6 +310,30 @@ def test_a_guess_too_low_is_named():
     assert plan.legacy.num_blocks > plan.num_blocks
     assert plan.legacy.over_bytes == 15 * MIB
     assert "0.015 GiB over the budget" in str(plan)
+
+
+def test_memory_that_the_profile_run_left_cached_does_not_count_twice():
+    """Torch holds 8 MiB ready for a step whose peak was 8 MiB: the guess before capture has to know that, too."""
+    memory = tkv.FakeMemory(4096, budget_bytes=64 * MIB)
+
+    class Reader(tkv.MemoryReader):
+        reserved = peak = 0
+
+        def read(self, last=None):
+            free, total = self.memory.memory_info()
+            return tkv.MemoryReading(free - self.reserved, total, 0, self.reserved, self.peak, self.reserved)
+
+    reader = Reader(memory)
+    ledger = tkv.MemoryLedger(reader=reader)
+    cache = reserve(memory).extend(1)
+    ledger.watch(cache)
+    with ledger.stage("profile run"):
+        reader.reserved = reader.peak = 8 * MIB
+    with ledger.stage("capture"):
+        pass
+    plan = tkv.plan_blocks(cache, ledger, utilization=1.0, headroom_bytes=0)
+    assert plan.activation_bytes == 0
+    assert plan.mapped_bytes == plan.legacy.mapped_bytes == 56 * MIB
 
 
 def test_an_announced_workspace_is_left_free_to_the_byte():
