@@ -33,7 +33,9 @@ from triton_kv.layer import LayerCache, StateCache
 from triton_kv.layout import CacheLayout
 from triton_kv.ledger import MemoryLedger, MemoryReader, MemoryReading, StageRecord
 from triton_kv.memory import FakeMemory, FaultyMemory, HostMemory, PoisonedMemory, VirtualMemory, open_memory, probe
+from triton_kv.merging import merge_attention, merge_attention_reference
 from triton_kv.metadata import AttentionBuffers, AttentionMetadata
+from triton_kv.plan import AttentionPlan
 from triton_kv.ranks import agree
 from triton_kv.sizing import CacheCost, CacheShare, Plan, fit_blocks, fit_caches, plan_blocks
 from triton_kv.spec import AttentionSpec, BlockTensor, MambaSpec, MLASpec, StateSpec, StateTensor
@@ -44,6 +46,7 @@ __all__ = [
     "AddressSpaceExhausted",
     "AttentionBuffers",
     "AttentionMetadata",
+    "AttentionPlan",
     "AttentionSpec",
     "BlockTensor",
     "Broken",
@@ -91,6 +94,8 @@ __all__ = [
     "compile_kernels",
     "fit_blocks",
     "fit_caches",
+    "merge_attention",
+    "merge_attention_reference",
     "open_memory",
     "paged_attention",
     "paged_attention_reference",
