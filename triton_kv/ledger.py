@@ -61,7 +61,11 @@ class MemoryReader:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def read(self, last: MemoryReading | None = None) -> MemoryReading:
-        """Synchronises the device first. `last` spares the allocator's snapshot where its counters did not move."""
+        """Synchronises the device first.
+
+        `last`, a reading shortly before, makes it fast: NVML is not asked again, nor the allocator for its segments
+        where its counters did not move.
+        """
         with self.memory.activate():
             self.memory.synchronize()
             free_bytes, total_bytes = self.memory.memory_info()
@@ -70,10 +74,9 @@ class MemoryReader:
         stats = torch.cuda.memory_stats(self.device)
         allocated = stats.get("allocated_bytes.all.current", 0)
         reserved = stats.get("reserved_bytes.all.current", 0)
-        if last is not None and (last.allocated_bytes, last.reserved_bytes) == (allocated, reserved):
-            reusable, neighbours = last.reusable_bytes, last.neighbour_bytes
-        else:
-            reusable, neighbours = self._reusable_bytes(), _neighbour_bytes(self.device)
+        unchanged = last is not None and (last.allocated_bytes, last.reserved_bytes) == (allocated, reserved)
+        reusable = last.reusable_bytes if last is not None and unchanged else self._reusable_bytes()
+        neighbours = last.neighbour_bytes if last is not None else _neighbour_bytes(self.device)
         return MemoryReading(
             free_bytes,
             total_bytes,

@@ -2,6 +2,9 @@
 
 import json
 import logging
+import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,6 +175,66 @@ def test_the_cache_is_told_from_the_rest():
     assert_sound(ledger)
     del cache
     assert ledger._watched() == [], "the ledger must not keep a cache alive"
+
+
+# The device's numbers, by stand-ins for torch's and NVML's.
+
+
+def segment(total, active, *, device=0, pool=(0, 0)):
+    return {"device": device, "total_size": total, "active_size": active, "segment_pool_id": pool}
+
+
+@pytest.fixture
+def reader(monkeypatch):
+    """A reader of a GPU whose allocator holds 100 bytes, 60 of them in tensors."""
+    memory = tkv.FakeMemory()
+    memory.device = torch.device("cuda", 0)
+    stats = {"allocated_bytes.all.current": 60, "reserved_bytes.all.current": 100, "allocated_bytes.all.peak": 80}
+    segments = [segment(50, 30), segment(20, 20, pool=(0, 3)), segment(30, 10, pool=(0, 3)), segment(70, 0, device=1)]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    reader = tkv.MemoryReader(memory)
+    reader.stats = stats
+    return reader
+
+
+def test_a_reading_of_torchs_allocator(reader, monkeypatch):
+    reading = reader.read()
+    assert (reading.allocated_bytes, reading.reserved_bytes, reading.peak_bytes) == (60, 100, 80)
+    assert reading.reusable_bytes == 20, "of this device, and outside the graphs' pools"
+    assert reading.neighbour_bytes is None
+
+    def no_books():
+        raise RuntimeError("cudaMallocAsync keeps none")
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", no_books)
+    assert reader.read(reading).reusable_bytes == 20, "counters did not move: not asked again"
+    reader.stats["allocated_bytes.all.current"] = 61
+    assert reader.read(reading).reusable_bytes == 0
+
+
+NVML = {
+    "two neighbours": ({os.getpid(): 100, 7: 30, 8: 5}, 35),
+    "alone": ({os.getpid(): 100}, 0),
+    "this process is not listed": ({7: 30}, None),
+    "no numbers": ({os.getpid(): None, 7: 30}, None),
+}
+
+
+@pytest.mark.parametrize(("processes", "neighbours"), NVML.values(), ids=NVML.keys())
+def test_neighbours_by_nvml(reader, monkeypatch, processes, neighbours):
+    listed = [SimpleNamespace(pid=pid, usedGpuMemory=held) for pid, held in processes.items()]
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByUUID={"GPU-abc": 1}.__getitem__,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: listed,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert reader.read().neighbour_bytes == neighbours
 
 
 # Reservations.

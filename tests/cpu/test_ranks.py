@@ -13,7 +13,7 @@ from rank_processes import run_ranks
 
 import triton_kv as tkv
 from triton_kv import ranks
-from triton_kv.ranks import Ballot, digest, exchange, judge
+from triton_kv.ranks import Ballot, digest, exchange
 
 GRANULE = 4096
 KIB = 1 << 10
@@ -130,9 +130,17 @@ def test_a_rank_that_agrees_once_too_often():
         assert "rank 1: is at 'agree' where rank 0 is at 'extend'" in outcome.text
 
 
-def test_ballots_of_another_world():
-    with pytest.raises(tkv.RankError, match="rank 1: counts 3 processes where rank 0 counts 2"):
-        judge("agree", [Ballot("agree", 2), Ballot("agree", 3)])
+def _agree_in_another_world(rank):
+    if rank == 1:
+        real = dist.get_world_size
+        dist.get_world_size = lambda *group: real(*group) if group else 3
+    plan(reserve()).agree(dist.group.WORLD)
+
+
+def test_ranks_of_different_worlds():
+    for outcome in run_ranks(_agree_in_another_world, 2):
+        assert outcome.error == "RankError"
+        assert outcome.failures == {1: "counts 3 processes where rank 0 counts 2"}
 
 
 def test_a_long_error_fits_a_ballot():
@@ -384,10 +392,12 @@ def _sleep_through(rank, seconds):
     plan(reserve()).agree(dist.group.WORLD)
 
 
-def test_the_groups_timeout_is_honoured():
-    first, _ = run_ranks(_sleep_through, 2, 3.0, timeout_s=1.0)
-    assert first.error == "RankLost"
-    assert 0.8 < first.seconds < 2.5
+@pytest.mark.parametrize("backend", ["gloo", "deviceonly"])
+def test_the_groups_timeout_is_honoured(backend):
+    """Also while a gloo group is being made."""
+    first, _ = run_ranks(_sleep_through, 2, 3.0, timeout_s=1.0, backend=backend)
+    assert first.error == "RankLost", first
+    assert 0.8 < first.seconds < 2.9
 
 
 # Groups.
@@ -442,7 +452,7 @@ def _time_agreement(rank):
         own.agree(group)
         whole.append(time.perf_counter() - started)
     assert len(exchange(group, ballot)) == 2
-    return statistics.median(whole) - statistics.median(bare)
+    return statistics.quantiles(whole, n=5)[0] - statistics.quantiles(bare, n=5)[0]  # little of what else runs here
 
 
 def test_agreement_costs_little_beyond_the_collective():
