@@ -390,7 +390,10 @@ class KVCache:
         return self._store.coalesce_bytes()
 
     def trim(self, limit_bytes: int = 0) -> int:
-        """Releases pooled handles until each buffer keeps at most `limit_bytes` of them; returns the bytes."""
+        """Releases pooled handles until each buffer keeps at most `limit_bytes` of them; returns the bytes.
+
+        Handles that the driver refused to release earlier are tried again. Works in sleep, too.
+        """
         return self._store.trim(limit_bytes)
 
     def prepare_sleep(self, num_blocks: int | None = None) -> float:

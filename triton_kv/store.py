@@ -147,6 +147,7 @@ class BlockStore:
         self._asleep: dict[int, HostCopy | None] = {}  # buffer -> its contents
         self._blocks_asleep = 0  # what a wake commits again
         self._pinned: PinnedBuffer | None = None  # made by `prepare_sleep`
+        self._unneeded: list[PinnedBuffer] = []  # to be freed as soon as the driver does it
         self._watchers: list[Callable[[MemoryChange], object]] = []
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -221,7 +222,8 @@ class BlockStore:
     def stats(self) -> CacheStats:
         """`KVCache.stats`."""
         kept = [copy for copy in self._asleep.values() if copy is not None]
-        pinned = {id(each): each.num_bytes for each in (*(copy.pinned for copy in kept), self._pinned) if each}
+        owned = (*(copy.pinned for copy in kept), self._pinned, *self._unneeded)
+        pinned = {id(each): each.num_bytes for each in owned if each is not None}
         committed_bytes, mapped_bytes = self.committed_bytes, self.mapped_bytes
         return CacheStats(
             state=self.state,
@@ -435,7 +437,8 @@ class BlockStore:
     def trim(self, limit_bytes: int = 0) -> int:
         """`KVCache.trim`."""
         with self._lock:
-            self._require_changeable("trim")
+            self._require_changeable("trim", awake=())
+            self._unpin()
             with self.memory.activate():
                 return sum(buffer.trim(limit_bytes) for buffer, _ in self.buffers)
 
@@ -449,9 +452,11 @@ class BlockStore:
             if not num_bytes or (self._pinned is not None and self._pinned.num_bytes >= num_bytes):
                 return 0.0
             started = time.perf_counter()
-            pinned, self._pinned = self._pinned, PinnedBuffer(self.memory, num_bytes)
-            if pinned is not None:
-                pinned.free()
+            if self._pinned is not None:
+                self._unneeded.append(self._pinned)
+                self._pinned = None
+            self._unpin()
+            self._pinned = PinnedBuffer(self.memory, num_bytes)
             return time.perf_counter() - started
 
     def sleep(
@@ -487,6 +492,7 @@ class BlockStore:
             num_blocks = self._blocks_asleep if self._asleep else self.num_blocks
             blocks = range(num_blocks) if live is None else check_live(live, num_blocks)
             nap = Nap(Progress([self.buffers[index].buffer for index in chosen]))
+            self._unpin()
             pinned = self._pin(nap, len(blocks), chosen) if keep else None
             try:
                 with self._changing() as transaction:
@@ -506,8 +512,10 @@ class BlockStore:
                     self._set("_blocks_asleep", num_blocks, transaction)
                     self._announce(MemoryChange("after", num_blocks, remaining, epoch), transaction)
                     yield nap
-            except BaseException as error:
-                self._unpin(pinned, error)
+            except BaseException:
+                if pinned is not None and pinned is not self._pinned:
+                    self._unneeded.append(pinned)
+                    self._unpin()
                 raise
             self.sleeps += 1
             self._finish(nap.progress)
@@ -590,21 +598,22 @@ class BlockStore:
                 if prepared or not error.out_of_memory:
                     raise
                 raise self._out_of_memory(target, "wake()", list(error.undo_failures)) from error
-            for copy in copies:
-                self._unpin(copy.pinned)
+            for index in chosen:
+                warn(self.memory, "a handle could not be released yet", self.buffers[index].buffer.settle_())
+            self._unpin(*copies)
             logger.info("awake: %d blocks, %.2f GiB restored from the host", target, report.host_bytes / GIB)
 
-    def _unpin(self, pinned: PinnedBuffer | None, error: BaseException | None = None) -> None:
-        """Free host memory that no copy needs any more; a failure is noted, and tried again when the owner dies."""
+    def _unpin(self, *copies: HostCopy) -> None:
+        """Free host memory that no copy needs any more; what fails is noted, and tried again by the next change."""
+        self._unneeded += [copy.pinned for copy in copies if copy.pinned not in self._unneeded]
         in_use = [copy.pinned for copy in self._asleep.values() if copy is not None]
-        if pinned is None or pinned is self._pinned or pinned in in_use:
-            return
-        try:
-            pinned.free()
-        except Exception as failure:
-            if error is not None:
-                error.add_note(f"and then {type(failure).__name__}: {failure}")
-            warn(self.memory, "pinned host memory could not be given back yet", [failure])
+        for pinned in [each for each in self._unneeded if each is not self._pinned and each not in in_use]:
+            try:
+                pinned.free()
+            except Exception as failure:
+                warn(self.memory, "pinned host memory could not be given back yet", [failure])
+            else:
+                self._unneeded.remove(pinned)
 
     # Steps of every change.
 
@@ -717,7 +726,7 @@ class BlockStore:
         failures: list[BaseException] = []
         kept = [copy.pinned for copy in self._asleep.values() if copy is not None]
         owned: list[ExtensibleTensor | PinnedBuffer] = [buffer for buffer, _ in self.buffers]
-        for each in (*owned, *kept, *([self._pinned] if self._pinned else ())):
+        for each in (*owned, *kept, *self._unneeded, *([self._pinned] if self._pinned else ())):
             try:
                 each.free()
             except Exception as failure:
@@ -725,6 +734,7 @@ class BlockStore:
         if not failures:
             self._asleep = {}
             self._pinned = None
+            self._unneeded = []
         raise_together(failures)
 
     # Watching.
