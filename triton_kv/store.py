@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from triton_kv.blocks import BlockSpans, CopyTable, copy_block_pairs, copy_table, order_copies
+from triton_kv.compaction import CompactionPlan, compact
 from triton_kv.errors import (
     Asleep,
     BadAccess,
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONTROL_WORDS = 8  # int32: watermark, error count, first error's kind, row, value, then zeros
-ERROR_KINDS = {0: "none", 1: "block id read by attention", 2: "slot written"}
+ERROR_KINDS = {0: "none", 1: "block id read by attention", 2: "slot written", 3: "block copied"}
 
 
 class CheckReport(NamedTuple):
@@ -148,6 +150,8 @@ class BlockStore:
         self._blocks_asleep = 0  # what a wake commits again
         self._pinned: PinnedBuffer | None = None  # made by `prepare_sleep`
         self._unneeded: list[PinnedBuffer] = []  # to be freed as soon as the driver does it
+        self._block_spans: BlockSpans | None = None
+        self._table: CopyTable | None = None
         self._watchers: list[Callable[[MemoryChange], object]] = []
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -615,6 +619,89 @@ class BlockStore:
             else:
                 self._unneeded.remove(pinned)
 
+    # Contents.
+
+    def copy_blocks(self, pairs: torch.Tensor | Sequence[tuple[int, int]]) -> None:
+        """`KVCache.copy_blocks`."""
+        self.require_committed()
+        if isinstance(pairs, torch.Tensor):
+            self._copy(pairs)
+            return
+        order = order_copies(pairs)
+        highest = max((max(pair) for copies in order for pair in copies), default=-1)
+        if highest >= self.num_blocks:
+            raise ValueError(f"block {highest} is not one of the {self.num_blocks} committed blocks")
+        if not highest + 1:
+            return
+        if self.memory.is_capturing():
+            raise CaptureError("copy_blocks with pairs on the host (pass a tensor on the device instead)")
+        device = self.memory.device
+        if order.staged:
+            spans, count = self._spans(), len(order.staged)
+            staging = BlockSpans(
+                tuple(
+                    torch.empty(segments * count * size, dtype=torch.uint8, device=device)
+                    for segments, size in zip(spans.num_segments, spans.block_bytes)
+                ),
+                spans.num_segments,
+                tuple(count * size for size in spans.block_bytes),
+                spans.block_bytes,
+            )
+            into = torch.tensor([(a, i) for i, (a, _) in enumerate(order.staged)], dtype=torch.int32, device=device)
+            back = torch.tensor([(i, b) for i, (_, b) in enumerate(order.staged)], dtype=torch.int32, device=device)
+            self._copy(into, target=staging)
+        if order.direct:
+            self._copy(torch.tensor(order.direct, dtype=torch.int32, device=device))
+        if order.staged:
+            self._copy(back, source=staging)
+
+    def _copy(self, pairs: torch.Tensor, *, source: BlockSpans | None = None, target: BlockSpans | None = None) -> None:
+        spans = self._spans()
+        within = source is None and target is None
+        table = self._copy_table(spans) if within else copy_table(source or spans, target or spans)
+        copy_block_pairs(
+            source or spans,
+            target or spans,
+            pairs,
+            table,
+            control=self.control,
+            source_bounded=source is None,
+            target_bounded=target is None,
+        )
+
+    def _spans(self) -> BlockSpans:
+        """The buffers as a copy of blocks sees them; made anew when buffers were added."""
+        if self._block_spans is None or len(self._block_spans.buffers) != len(self.buffers):
+            self._table = None
+            self._block_spans = BlockSpans(
+                tuple(buffer.full_view() for buffer, _ in self.buffers),
+                tuple(buffer.num_segments for buffer, _ in self.buffers),
+                tuple(buffer.segment_stride_bytes for buffer, _ in self.buffers),
+                tuple(block_bytes for _, block_bytes in self.buffers),
+            )
+        return self._block_spans
+
+    def _copy_table(self, spans: BlockSpans) -> CopyTable:
+        """Addresses never move, so the table is made once; a capture needs it made before."""
+        if self._table is None:
+            if self.memory.is_capturing():
+                raise CaptureError("the first copy_blocks, which makes its table of addresses (call it once before)")
+            self._table = copy_table(spans, spans)
+        return self._table
+
+    def compaction_plan(self, live: Iterable[int]) -> CompactionPlan:
+        """`KVCache.compaction_plan`."""
+        self.require_committed()
+        blocks = check_live(live, self.num_blocks)
+        moves, new = compact(blocks, self.num_blocks)
+        device = self.memory.device
+        return CompactionPlan(
+            num_blocks=len(blocks),
+            moves=torch.tensor(moves, dtype=torch.int32).reshape(-1, 2).to(device),
+            remapping=torch.tensor(new, dtype=torch.int32).to(device),
+            freed_bytes=self.mapped_bytes - self.mapped_bytes_at(len(blocks)) if self.elastic else 0,
+        )
+
     # Steps of every change.
 
     @contextmanager
@@ -716,6 +803,7 @@ class BlockStore:
             self._state = "closed"
             self.num_blocks = 0
             drop_views()
+            self._block_spans = self._table = None
             with self.memory.activate():
                 try:
                     self._set_watermark(0)

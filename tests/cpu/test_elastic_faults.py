@@ -9,10 +9,10 @@ import pytest
 from elastic_store import Held, Model, faulty, held, make_store
 from memory_drivers import GRANULARITY as G
 
-from triton_kv.errors import Broken, DriverError, OutOfMemory
+from triton_kv.errors import DriverError, OutOfMemory
 from triton_kv.memory import FaultyMemory, HandlePolicy
 from triton_kv.memory.reservation import reap
-from triton_kv.store import BlockStore, MemoryChange
+from triton_kv.store import BlockStore
 
 
 class Change(NamedTuple):
