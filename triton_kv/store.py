@@ -6,8 +6,10 @@ import logging
 import os
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -161,6 +163,7 @@ class BlockStore:
         self.control = torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=memory.device)
         if self._stream is not None:
             torch.cuda.current_stream(memory.device).synchronize()
+        self._share_pools()
         self._errors = ErrorPoll(self.control, self._stream)
         self._set_watermark(0)
 
@@ -361,6 +364,7 @@ class BlockStore:
                 attach_failures(described, list(error.undo_failures))
                 raise described from error
             self.buffers = (*self.buffers, *buffers)
+            self._share_pools()
 
     # Giving back.
 
@@ -704,6 +708,13 @@ class BlockStore:
 
     # Steps of every change.
 
+    def _share_pools(self) -> None:
+        """When memory runs out for one buffer, the spare handles of all go."""
+        # Weak: buffers that held each other would die late.
+        relieve = partial(_drain_pools, [weakref.ref(buffer) for buffer, _ in self.buffers])
+        for buffer, _ in self.buffers:
+            buffer.when_out_of_memory(relieve)
+
     @contextmanager
     def _changing(self) -> Iterator[Transaction]:
         """One transaction over all buffers, with the device current; the store is broken if its undo fails."""
@@ -777,6 +788,7 @@ class BlockStore:
 
     def _out_of_memory(self, target: int, operation: str, undo_failures: list[BaseException]) -> OutOfMemory:
         free_bytes, _ = self.memory.memory_info()
+        free_bytes += sum(buffer.pooled_bytes for buffer, _ in self.buffers)
         would_fit = largest_fit(self.mapped_bytes_at, self.mapped_bytes + free_bytes, self.capacity)
         described = OutOfMemory(
             self.mapped_bytes_at(target) - self.mapped_bytes,
@@ -926,6 +938,11 @@ class ErrorPoll:
             self._copied.synchronize()
         self._words = None
         self._seen = CheckReport.of([0] * CONTROL_WORDS)
+
+
+def _drain_pools(buffers: Sequence[weakref.ref[ExtensibleTensor]]) -> bool:
+    drained = [buffer.drain_pool() for buffer in (reference() for reference in buffers) if buffer is not None]
+    return any(drained)
 
 
 def check_live(live: Iterable[int], num_blocks: int) -> list[int]:

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from memory_drivers import GRANULARITY as G
 
 from triton_kv.extensible import ExtensibleTensor
 from triton_kv.memory import FakeMemory, FaultyMemory, HandlePolicy, PoisonedMemory, VirtualMemory
 from triton_kv.memory.wrapper import WrappedMemory
 from triton_kv.store import BlockStore, StoredBuffer
 
+G = 4096
 CAPACITY = 24
 PADDED_BLOCK = G // 2 + 512  # bytes a block in each segment of the first buffer
 DENSE_BLOCK = G // 3 + 16  # and of the second, whose segments share granules

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
-from elastic_store import Held, Model, faulty, held, make_store
-from memory_drivers import GRANULARITY as G
+from elastic_store import G, Held, Model, faulty, held, make_store
 
 from triton_kv.errors import DriverError, OutOfMemory
 from triton_kv.memory import FaultyMemory, HandlePolicy

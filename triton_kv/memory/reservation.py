@@ -49,6 +49,8 @@ class Reservation:
         self._estate = Estate(memory, self.address, self.num_bytes)
         self._lease: Lease | None = Lease(self._estate)
         self._closed = False
+        # Called when memory runs out: gives back spare handles of others too, and says whether there were any.
+        self.relieve: Callable[[], bool] | None = None
         self.broken = False  # an undo failed: the books are true, but not what the owner believes
 
     @property
@@ -268,6 +270,13 @@ class Reservation:
                 self._lease = None
         raise_together(failures + reap(self.memory))
 
+    def drain_pool(self) -> bool:
+        """Release the spare handles; returns whether there were any. Leaves alone what a transaction took out."""
+        had_some = bool(self._estate.pool)
+        self._drain_pool(0)
+        self._release()
+        return had_some
+
     # Steps, each with its undo.
 
     def _create(self, run: Run, transaction: Transaction) -> None:
@@ -282,10 +291,8 @@ class Reservation:
         try:
             run.handle = self.memory.create(run.num_bytes)
         except DriverError as error:
-            if not (error.out_of_memory and pool):
+            if not (error.out_of_memory and (self.relieve or self.drain_pool)()):
                 raise
-            self._drain_pool(0)  # spare handles of another size are in the way
-            self._release()
             run.handle = self.memory.create(run.num_bytes)
 
     def _map(self, run: Run, transaction: Transaction) -> None:
