@@ -239,6 +239,8 @@ def change_together(
         try:
             confirm()
         except RankError as refused:
+            if undoable:  # there was nothing to do here, so nothing to take back
+                raise
             raise InconsistentRanks(operation, str(refused)) from refused
     if lost is not None:
         raise InconsistentRanks(operation, lost.reason) from lost

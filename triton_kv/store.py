@@ -293,7 +293,6 @@ class BlockStore:
         """`extend` in two steps: maps and zeroes everything, and on leaving publishes the blocks.
 
         `confirm` is called once they are published and can still be taken back: what it raises undoes everything.
-
         `paced` zeroes slowly, so that a device that serves meanwhile keeps most of its bandwidth.
         """
         with self._lock:

@@ -210,6 +210,20 @@ def _extend_to(rank, targets, before, interrupt=None):
     return cache.num_blocks
 
 
+def _fail_beside_a_rank_with_nothing_to_do(rank):
+    cache = reserve().extend([40, 3][rank])
+    if rank == 1:
+        _fail_watermark(cache)
+    extended(cache, 40, dist.group.WORLD)
+
+
+def test_a_rank_that_fails_beside_one_with_nothing_to_do():
+    for rank, outcome in enumerate(run_ranks(_fail_beside_a_rank_with_nothing_to_do, 2)):
+        assert outcome.error == "RankError", outcome
+        assert set(outcome.failures) == {1}
+        assert f"[{[40, 3][rank]} blocks" in outcome.text
+
+
 def _interrupted():
     raise KeyboardInterrupt
 
