@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,7 @@ from .runner import ModelRunner, sample
 from .scheduler import Request, Scheduler
 
 logger = logging.getLogger(__name__)
+OnStage = Callable[[tkv.StageRecord], None]
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,7 @@ class Engine:
     runner: ModelRunner
     scheduler: Scheduler
 
-    def __init__(
-        self,
-        memory: tkv.VirtualMemory,
-        options: EngineOptions,
-        on_stage: Callable[[tkv.StageRecord], None] | None = None,
-    ) -> None:
+    def __init__(self, memory: tkv.VirtualMemory, options: EngineOptions, on_stage: OnStage | None = None) -> None:
         self.memory, self.options = memory, options
         self.ledger = tkv.MemoryLedger(memory=memory, on_stage=on_stage)
         self._num_requests = 0
@@ -132,15 +128,12 @@ class Engine:
         return fits
 
     def add(
-        self,
-        prompt_ids: Sequence[int],
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        stop_ids: frozenset = frozenset(),
+        self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float = 0.0, stop_ids: Collection[int] = ()
     ) -> Request:
         """Queues a request; it joins the batch when there is room. `ValueError` if it never could."""
         generator = torch.Generator().manual_seed(self.options.sample_seed + self._num_requests)
-        request = Request(self._num_requests, list(prompt_ids), max_new_tokens, temperature, stop_ids, generator)
+        stops = frozenset(stop_ids)
+        request = Request(self._num_requests, list(prompt_ids), max_new_tokens, temperature, stops, generator)
         self.scheduler.add(request)
         self._num_requests += 1
         return request

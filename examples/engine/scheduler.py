@@ -96,9 +96,7 @@ class Scheduler:
         asked = f"a prompt of {prompt} tokens and {new} new ones make {prompt + new}"
         cache_tokens = self._allocator.num_usable * self._block_size
         if prompt + new > cache_tokens:
-            raise ValueError(
-                f"{asked}, the cache holds {cache_tokens}: shorten the prompt or give the cache more memory"
-            )
+            raise ValueError(f"{asked}, the cache holds {cache_tokens}: shorten the prompt or give it more memory")
         if prompt + new > self._context_tokens:
             raise ValueError(f"{asked}, the limit is {self._context_tokens}: shorten the prompt or ask for less")
         self.waiting.append(request)
