@@ -197,6 +197,33 @@ def draw_startup(axes: Axes, record: dict[str, Any]) -> bool:
     return True
 
 
+def draw_ledger(axes: Axes, record: dict[str, Any]) -> bool:
+    """A ledger: who holds the device's memory after each stage of a start-up, stacked up to its total."""
+    cases = [case for case in record["cases"] if case["ok"] and case["ours"].get("stages")]
+    if not cases:
+        return False
+    stages = cases[0]["ours"]["stages"]
+    owners = {
+        "before the start, and neighbours": ("outside_bytes", OTHER),
+        "torch: weights, activations, graph pools": ("torch_bytes", COLOURS["fa3"]),
+        "others: workspaces, the driver's part of graphs": ("other_bytes", COLOURS["vllm"]),
+        "cache": ("cache_bytes", COLOURS["ours"]),
+        "free": ("free_bytes", GRID),
+    }
+    bottom = [0.0] * len(stages)
+    for label, (key, colour) in owners.items():
+        heights = [stage[key] / GIB for stage in stages]
+        axes.bar(range(len(stages)), heights, 0.72, bottom=bottom, label=label, color=colour)
+        bottom = [low + height for low, height in zip(bottom, heights)]
+    labels = [f"{stage['name']}\n{stage['seconds']:.2g} s" for stage in stages]
+    axes.set_xticks(range(len(stages)), labels, rotation=35, ha="right", fontsize="small")
+    axes.set_ylabel("GiB after the stage")
+    axes.grid(visible=False, axis="x")
+    axes.set_title(f"Start-up of {cases[0]['id'].split('/', 1)[1]}{_where(record)}", loc="left", pad=46)
+    axes.legend(frameon=False, fontsize="small", loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=2)
+    return True
+
+
 PICTURES: dict[str, dict[str, Callable[[Any, dict[str, Any]], bool]]] = {
     "decode": {"decode-context": draw_context, "decode": draw_rates("gbps", "K and V read, GB/s", "read_gbps")},
     "prefill": {"prefill": draw_rates("tflops", "TFLOP/s", "matmul_tflops")},
@@ -204,6 +231,7 @@ PICTURES: dict[str, dict[str, Callable[[Any, dict[str, Any]], bool]]] = {
     "zero": {"zero": draw_rates("gbps", "written, GB/s", "write_gbps")},
     "write": {"write": draw_rates("gbps", "read and written, GB/s", "copy_gbps")},
     "engine": {"engine-startup": draw_startup},
+    "sizing": {"sizing-ledger": draw_ledger},
 }
 
 

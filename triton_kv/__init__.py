@@ -18,20 +18,27 @@ from triton_kv.errors import (
     Closed,
     DriverError,
     Forked,
+    InconsistentRanks,
     NothingCommitted,
     OutOfMemory,
+    RankError,
+    RankLost,
     TritonKVError,
     Unavailable,
 )
 from triton_kv.extensible import ExtensibleTensor
-from triton_kv.layer import LayerCache
+from triton_kv.geometry import BufferGeometry, CacheGeometry, PlacedLayer, arrange
+from triton_kv.groups import LayerGroup
+from triton_kv.layer import LayerCache, StateCache
 from triton_kv.layout import CacheLayout
+from triton_kv.ledger import MemoryLedger, MemoryReader, MemoryReading, StageRecord
 from triton_kv.memory import FakeMemory, FaultyMemory, HostMemory, PoisonedMemory, VirtualMemory, open_memory, probe
 from triton_kv.merging import merge_attention, merge_attention_reference
 from triton_kv.metadata import AttentionBuffers, AttentionMetadata
 from triton_kv.plan import AttentionPlan
-from triton_kv.sizing import Plan, fit_blocks, plan_blocks
-from triton_kv.spec import AttentionSpec
+from triton_kv.ranks import agree
+from triton_kv.sizing import CacheCost, CacheShare, Plan, fit_blocks, fit_caches, plan_blocks
+from triton_kv.spec import AttentionSpec, BlockTensor, MambaSpec, MLASpec, StateSpec, StateTensor
 from triton_kv.version import __version__
 from triton_kv.writing import write_kv, write_kv_reference
 
@@ -41,8 +48,13 @@ __all__ = [
     "AttentionMetadata",
     "AttentionPlan",
     "AttentionSpec",
+    "BlockTensor",
     "Broken",
+    "BufferGeometry",
+    "CacheCost",
+    "CacheGeometry",
     "CacheLayout",
+    "CacheShare",
     "CaptureError",
     "CheckReport",
     "Closed",
@@ -53,18 +65,35 @@ __all__ = [
     "FaultyMemory",
     "Forked",
     "HostMemory",
+    "InconsistentRanks",
     "KVCache",
     "LayerCache",
+    "LayerGroup",
+    "MLASpec",
+    "MambaSpec",
+    "MemoryLedger",
+    "MemoryReader",
+    "MemoryReading",
     "NothingCommitted",
     "OutOfMemory",
+    "PlacedLayer",
     "Plan",
     "PoisonedMemory",
+    "RankError",
+    "RankLost",
+    "StageRecord",
+    "StateCache",
+    "StateSpec",
+    "StateTensor",
     "TritonKVError",
     "Unavailable",
     "VirtualMemory",
     "__version__",
+    "agree",
+    "arrange",
     "compile_kernels",
     "fit_blocks",
+    "fit_caches",
     "merge_attention",
     "merge_attention_reference",
     "open_memory",

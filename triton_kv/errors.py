@@ -117,6 +117,21 @@ class NothingCommitted(TritonKVError):
     """An operation on a cache that has no block yet: call ``extend(1)`` (or more) first."""
 
 
+class Asleep(TritonKVError):
+    """The cache sleeps: its addresses are reserved and nothing is behind them. Call ``wake()`` first."""
+
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
+        super().__init__(f"{operation} while the cache sleeps: no memory is behind its addresses; call wake() first")
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return type(self), (self.operation,)
+
+
+class BadAccess(TritonKVError):
+    """A checked cache found that a kernel met a block id or slot outside the watermark; it was masked or dropped."""
+
+
 class Broken(TritonKVError):
     """An earlier operation failed and undoing it failed too. Only ``close()`` is left; it frees all it can."""
 
@@ -141,6 +156,44 @@ class Unavailable(TritonKVError):
     def __init__(self, reason: str) -> None:
         self.reason = reason
         super().__init__(reason)
+
+
+class RankError(TritonKVError):
+    """Something failed, or did not fit together, on one rank or more; raised on every rank, all of them as before.
+
+    Args:
+        operation: what the ranks did together, for example ``"extend"``.
+        failures: what is wrong, by rank in the group.
+    """
+
+    def __init__(self, operation: str, failures: dict[int, str]) -> None:
+        self.operation = operation
+        self.failures = dict(failures)
+        text = "; ".join(f"rank {rank}: {failure}" for rank, failure in sorted(failures.items()))
+        super().__init__(f"{operation}: every rank stays as it was, because of {text}")
+
+    def __reduce__(self) -> tuple[type, tuple[str, dict[int, str]]]:
+        return type(self), (self.operation, self.failures)
+
+
+class RankLost(TritonKVError):
+    """A rank gave no answer in the group's timeout, or its process is gone. This rank is as before the call."""
+
+    _outcome = "this rank is as it was, others may have gone on"
+
+    def __init__(self, operation: str, reason: str) -> None:
+        self.operation = operation
+        self.reason = reason
+        super().__init__(f"{operation}: a rank did not go along ({reason}); {self._outcome}: restart the group")
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.operation, self.reason)
+
+
+class InconsistentRanks(RankLost):
+    """A rank was lost, or failed, after this one had published its change: the group is inconsistent."""
+
+    _outcome = "this rank had changed already and the group is inconsistent"
 
 
 def raise_together(failures: list[BaseException]) -> None:

@@ -10,6 +10,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from triton_kv.spec import StateSpec
+
 
 class LayerOperands(NamedTuple):
     """One layer's K and V as the ops take them: one tensor (or two), and geometry in elements.
@@ -107,6 +109,47 @@ class LayerCache:
         )
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class StateCache:
+    """One layer of a `KVCache` that keeps no K and V: a view of each of its state tensors over the reserved range.
+
+    Kernels index the first dimension by block id (or state slot). Each view has a storage of its own, which starts at
+    the tensor's place in block 0 and keeps the address range reserved. Blocks at or past the watermark fault. `repr`
+    reads no memory.
+    """
+
+    name: str
+    index: int
+    spec: StateSpec
+    states: tuple[torch.Tensor, ...]  # [capacity, *shape] each, in the spec's order; the block stride may exceed a page
+    names: tuple[str, ...]  # of the states
+    control: torch.Tensor  # int32 [8], shared by all layers
+    layout: str  # "LB" or "BL"
+    check_usable: Callable[[], None] = field(compare=False)  # raises Closed or NothingCommitted
+
+    def state(self, name: str) -> torch.Tensor:
+        """The view of one state, `[capacity, *shape]`. Raises `KeyError` with the names there are."""
+        if name not in self.names:
+            raise KeyError(f"layer {self.name!r} has no state {name!r}, only {', '.join(self.names)}")
+        return self.states[self.names.index(name)]
+
+    @property
+    def latent(self) -> torch.Tensor:
+        """The latent vectors of an MLA layer, `[capacity, block_size, kv_lora_rank + qk_rope_head_dim]`.
+
+        Raises `ValueError` for a layer that has none.
+        """
+        if "latent" not in self.names:
+            raise ValueError(f"layer {self.name!r} keeps {', '.join(self.names)} and no latent vector; use .states")
+        return self.state("latent")
+
+    def __repr__(self) -> str:
+        states = ", ".join(
+            f"{name}: {list(view.shape)} {view.dtype}" for name, view in zip(self.names, self.states, strict=True)
+        )
+        return f"StateCache({self.name!r}, layout={self.layout!r}, {states}, device={self.control.device})"
+
+
 def operands_of(layer: LayerCache | tuple[torch.Tensor, torch.Tensor]) -> LayerOperands:
     """The operands of a cache's layer or of a pair of plain K and V tensors.
 
@@ -123,6 +166,11 @@ def operands_of(layer: LayerCache | tuple[torch.Tensor, torch.Tensor]) -> LayerO
                 "choose a layout that ends in D, or use the views with kernels of your own"
             )
         return layer.operands
+    if isinstance(layer, StateCache):
+        raise TypeError(
+            f"layer {layer.name!r} keeps {', '.join(layer.names)}, no K and V: our attention ops do not read it; pass "
+            ".states or .latent to kernels of your own"
+        )
     if not (isinstance(layer, (tuple, list)) and len(layer) == 2 and all(isinstance(x, torch.Tensor) for x in layer)):
         raise TypeError(f"layer must be a LayerCache or a pair (k, v) of tensors, not {type(layer).__name__}")
     k, v = layer
@@ -156,4 +204,4 @@ def operands_of(layer: LayerCache | tuple[torch.Tensor, torch.Tensor]) -> LayerO
     )
 
 
-__all__ = ["OPERANDS_SCHEMA", "WRITTEN_OPERANDS_SCHEMA", "LayerCache", "LayerOperands", "operands_of"]
+__all__ = ["OPERANDS_SCHEMA", "WRITTEN_OPERANDS_SCHEMA", "LayerCache", "LayerOperands", "StateCache", "operands_of"]

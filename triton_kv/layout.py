@@ -36,6 +36,7 @@ class _Geometry(NamedTuple):
     v_strides: dict[str, int]
     v_offset: int  # from the first key of a layer to its first value
     num_segments: int
+    page_bytes: int
     segment_block_bytes: int
     segment_stride_bytes: int
 
@@ -72,6 +73,8 @@ class CacheLayout:
     block_size: tokens a block. capacity: blocks reserved.
     granularity: bytes; segments start on multiples of it (their stride is padded, capacity stays as asked), so that no
         granule holds two segments. `None` packs them densely.
+    block_stride_bytes: from one block of a segment to the next, where a page is padded or shares its block with other
+        layers' pages; `None` is the page itself.
 
     K and V dims may differ only where T comes after B (every segment must hold the same bytes a block), D after T (key
     and value are parts of one page, not alternating channels) and L before T (all layers share one geometry).
@@ -86,12 +89,13 @@ class CacheLayout:
     block_size: int = field(kw_only=True)
     capacity: int = field(kw_only=True)
     granularity: int | None = field(default=None, kw_only=True)
+    block_stride_bytes: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "order", expand_order(self.order))
-        for name in ("num_layers", "block_size", "capacity", "granularity"):
+        for name in ("num_layers", "block_size", "capacity", "granularity", "block_stride_bytes"):
             value = getattr(self, name)
-            if name != "granularity" or value is not None:
+            if name not in ("granularity", "block_stride_bytes") or value is not None:
                 object.__setattr__(self, name, positive_int(name, value))
         spec = self.spec
         if not isinstance(spec, AttentionSpec):
@@ -101,8 +105,18 @@ class CacheLayout:
                 f"granularity must be a multiple of the {spec.itemsize_bytes} bytes of one element, "
                 f"got {self.granularity}"
             )
-        if spec.head_dim == spec.value_dim:
-            return
+        if spec.head_dim != spec.value_dim:
+            self._check_different_dims()
+        if self.block_stride_bytes is not None and (
+            self.block_stride_bytes < self.page_bytes or self.block_stride_bytes % spec.itemsize_bytes
+        ):
+            raise ValueError(
+                f"block_stride_bytes {self.block_stride_bytes} must be at least the {self.page_bytes} bytes of a block "
+                f"in one segment, and a multiple of the {spec.itemsize_bytes} bytes of an element"
+            )
+
+    def _check_different_dims(self) -> None:
+        spec = self.spec
         needs = f"layout {self.order!r}: head_dim {spec.head_dim} and v_head_dim {spec.value_dim} differ, which needs"
         position = self.order.index
         if position("T") < position("B"):
@@ -201,6 +215,9 @@ class CacheLayout:
             else:
                 k, v = k * extents[letter], v * extents[letter]
         assert k == v  # __post_init__ admits different dims only inside T
+        page = k
+        if self.block_stride_bytes is not None:
+            k = self.block_stride_bytes
         k_strides["B"] = v_strides["B"] = k
         granularity = self.granularity or 1
         segment_stride = -(-k * self.capacity // granularity) * granularity
@@ -210,7 +227,7 @@ class CacheLayout:
             if letter == "T":
                 v_offset = stride
             stride *= extents[letter]
-        return _Geometry(k_strides, v_strides, v_offset, stride // segment_stride, k, segment_stride)
+        return _Geometry(k_strides, v_strides, v_offset, stride // segment_stride, page, k, segment_stride)
 
     @property
     def _extents(self) -> dict[str, int]:
@@ -233,6 +250,11 @@ class CacheLayout:
     def segments_per_layer(self) -> int:
         """Segments that hold bytes of one layer: all of them where L comes after B."""
         return self.num_segments // (self.num_layers if self.order.index("L") < self.order.index("B") else 1)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block in one segment that hold K and V: without what `block_stride_bytes` adds."""
+        return self._geometry.page_bytes
 
     @property
     def segment_block_bytes(self) -> int:

@@ -1,0 +1,454 @@
+"""Layers of many kinds in one cache: specs, views, groups, shared and packed buffers, late groups, bad input."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import triton_kv as tkv
+from triton_kv.groups import block_major, groups_of
+
+PAGE = 4096
+ATTENTION = tkv.AttentionSpec(num_kv_heads=2, head_dim=16, dtype=torch.float32)  # 4 KiB a block of 16 tokens
+WINDOW = tkv.AttentionSpec(num_kv_heads=2, head_dim=16, dtype=torch.float32, window=128)
+WIDE = tkv.AttentionSpec(num_kv_heads=4, head_dim=16, dtype=torch.float32)  # 8 KiB
+MLA = tkv.MLASpec(kv_lora_rank=512, qk_rope_head_dim=64, dtype=torch.bfloat16)  # 18 KiB
+MAMBA = tkv.MambaSpec([("conv", (3, 65), torch.bfloat16), ("ssm", (4, 8, 16), torch.float32)])
+GROUPS = [
+    tkv.LayerGroup("full", {"full.0": ATTENTION, "full.1": ATTENTION}),
+    tkv.LayerGroup("window", {"window.0": WINDOW, "window.1": WINDOW, "window.2": WINDOW}),
+]
+
+
+def reserve(layers, memory: tkv.VirtualMemory | None = None, **options) -> tkv.KVCache:
+    options = {"block_size": 16, "capacity": 60, **options}
+    return tkv.KVCache.reserve(layers, memory=memory or tkv.PoisonedMemory(tkv.HostMemory(PAGE, 64 << 20)), **options)
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """A kind of state that the package does not know: codes of 5 bytes a token, and one scale a block."""
+
+    width: int
+    alignment_bytes: int = 8
+
+    def page_bytes(self, block_size: int) -> int:
+        return 16 + block_size * self.width
+
+    def block_tensors(self, block_size: int) -> tuple[tkv.BlockTensor, ...]:
+        return (
+            tkv.BlockTensor("scale", (2,), torch.float64, 0),
+            tkv.BlockTensor("codes", (block_size, self.width), torch.uint8, 16),
+        )
+
+
+@pytest.mark.parametrize(
+    ("spec", "page_bytes", "tensors"),
+    [
+        # 16 tokens of (512 + 64) bf16
+        (MLA, 16 * 576 * 2, [("latent", (16, 576), 0)]),
+        # conv: 3 * 65 * 2 = 390 bytes, so the f32 state starts at 392; 4 * 8 * 16 * 4 = 2048 bytes
+        (MAMBA, 392 + 2048, [("conv", (3, 65), 0), ("ssm", (4, 8, 16), 392)]),
+        (
+            tkv.MambaSpec([("a", (1,), torch.uint8), ("b", (3,), torch.float64)], alignment_bytes=64),
+            64 + 24,
+            [("a", (1,), 0), ("b", (3,), 64)],
+        ),
+        (Codebook(5), 16 + 80, [("scale", (2,), 0), ("codes", (16, 5), 16)]),
+    ],
+    ids=["mla", "mamba", "aligned", "codebook"],
+)
+def test_pages_of_states(spec, page_bytes, tensors):
+    assert isinstance(spec, tkv.StateSpec)
+    assert spec.page_bytes(16) == page_bytes
+    assert [(t.name, t.shape, t.offset_bytes) for t in spec.block_tensors(16)] == tensors
+
+
+def test_one_cache_of_every_kind():
+    layers = {"attn": ATTENTION, "mamba": MAMBA, "latent": MLA, "own": Codebook(5)}
+    with reserve(layers) as cache:
+        cache.extend(9)
+        assert [layer.name for layer in cache] == list(layers)
+        conv, ssm = cache["mamba"].states
+        assert (conv.shape, conv.dtype) == ((60, 3, 65), torch.bfloat16)
+        assert (ssm.shape, ssm.dtype) == ((60, 4, 8, 16), torch.float32)
+        assert conv.stride() == (2440 // 2, 65, 1)  # 392 + 2048, a multiple of 4
+        assert ssm.data_ptr() % 4 == 0
+        assert cache["latent"].latent.shape == (60, 16, 576)
+        assert cache["latent"].states[0] is cache["latent"].latent
+        assert cache["own"].state("codes").shape == (60, 16, 5)
+        for layer in cache:
+            for view in (layer.k, layer.v) if layer.name == "attn" else layer.states:
+                assert not view[:9].any()
+                view[:9] = layer.index + 1
+        for layer in cache:
+            for view in (layer.k, layer.v) if layer.name == "attn" else layer.states:
+                assert (view[:9] == layer.index + 1).all()
+        assert cache.block_bytes == 4096 + 2440 + 18432 + 96
+        assert [view.shape[0] for view in cache.committed("mamba")] == [9, 9]
+        assert (cache.committed("mamba")[1] == 2).all()
+        assert "ssm: [60, 4, 8, 16] torch.float32" in repr(cache["mamba"])
+        # Layers that share no buffer keep their own pages: nothing is wasted.
+        assert cache.padding_bytes == {"attention": 0, "mamba": 0, "mla": 0, "codebook": 0}
+
+
+def test_attention_of_a_hybrid_model_is_block_major():
+    hidden = 16 * 2 * 16
+    with reserve({"a.0": ATTENTION, "m": MAMBA, "a.1": ATTENTION}) as cache:
+        assert cache["a.1"].layout == "LBTNHD"
+        assert cache["a.1"].kv.stride()[:2] == (hidden, 2 * hidden)
+        assert all(layer.num_segments == 1 for layer in cache.geometry.layers)
+    padded = [
+        tkv.LayerGroup("attention", {"a": ATTENTION}, page_bytes=4096 + 512),
+        tkv.LayerGroup("mamba", {"m": MAMBA}, page_bytes=3000),
+    ]
+    with reserve(padded) as cache:
+        cache.extend(60)
+        assert cache["a"].kv.stride()[:2] == (hidden, 2 * hidden + 128)
+        assert cache["m"].states[1].stride(0) == 3000 // 4
+        cache["a"].kv[:] = torch.arange(120.0).view(2, 60, 1, 1, 1)
+        cache["m"].states[0][:] = 7
+        assert (cache["a"].k[:, 0, 0, 0] == torch.arange(60.0)).all()
+        assert (cache["a"].v[:, -1, -1, -1] == torch.arange(60.0, 120.0)).all()
+        assert cache.padding_bytes == {"attention": 512, "mamba": 3000 - 2440}
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("LTBNHD", "LBTNHD"),
+        ("TLBNHD", "LBTNHD"),
+        ("LBNHTD", "LBNHTD"),
+        ("LHBNTD", "LBHNTD"),
+        ("BLTNHD", "BLTNHD"),
+        ("TBLNHD", "BTLNHD"),
+    ],
+)
+def test_block_major(order, expected):
+    assert block_major(order) == expected
+
+
+def test_layers_of_a_mapping_keep_their_order_and_equal_ones_are_a_group():
+    groups, names = groups_of({"0": WINDOW, "1": ATTENTION, "2": WINDOW, "3": MLA, "4": WIDE})
+    assert [(group.name, group.names) for group in groups] == [
+        ("window128", ("0", "2")),
+        ("attention.0", ("1",)),
+        ("mla", ("3",)),
+        ("attention.1", ("4",)),
+    ]
+    assert names == ("0", "1", "2", "3", "4")
+
+
+def test_groups_share_buffers_and_a_block_belongs_to_one_of_them():
+    with reserve(GROUPS, shared_by="groups", layout="LTBNHD") as cache:
+        assert [buffer.layers for buffer in cache.geometry.buffers] == [
+            ("full.0", "window.0"),
+            ("full.1", "window.1"),
+            ("window.2",),
+        ]
+        assert [buffer.num_segments for buffer in cache.geometry.buffers] == [2, 2, 2]
+        cache.extend(8)
+        assert cache.block_bytes == 3 * 4096
+        assert cache["full.1"].k.data_ptr() == cache["window.1"].k.data_ptr()
+        for block in range(8):
+            for name in GROUPS[block % 2].names:
+                cache[name].kv[:, block] = 10 * block + int(name[-1])
+        for block in range(8):
+            for name in GROUPS[block % 2].names:
+                assert (cache[name].kv[:, block] == 10 * block + int(name[-1])).all()
+
+
+def test_a_shared_buffer_has_the_least_page_that_fits_and_says_what_it_wastes():
+    groups = [
+        tkv.LayerGroup("attention", {"a.0": WIDE, "a.1": WIDE}),
+        tkv.LayerGroup("mamba", {"m.0": MAMBA, "m.1": MAMBA}),
+    ]
+    with reserve(groups, shared_by="groups") as cache:
+        assert [buffer.block_bytes for buffer in cache.geometry.buffers] == [8192, 8192]
+        assert cache.padding_bytes == {"attention": 0, "mamba": 2 * (8192 - 2440)}
+        assert cache["m.0"].states[1].stride(0) == 8192 // 4
+    # A page of 16 * 8192 + 16384 bytes would fit both only as a common multiple; the least that holds both does.
+    assert cache.geometry.block_bytes == 2 * 8192
+
+
+def test_packed_blocks_hold_all_pages_side_by_side():
+    layers = {"a": ATTENTION, "m.0": MAMBA, "m.1": MAMBA, "l": MLA}
+    with reserve(layers, packed=True) as cache:
+        (buffer,) = cache.geometry.buffers
+        places = {layer.name: layer for layer in cache.geometry.layers}
+        # 4096, then 2440 twice, then the latent on its border of 16 bytes: 8976; 8976 + 18432 = 27408
+        assert {name: place.offset_bytes for name, place in places.items()} == {
+            "a": 0,
+            "m.0": 4096,
+            "m.1": 6536,
+            "l": 8976,
+        }
+        assert buffer.block_bytes == 27408
+        assert all(place.block_stride_bytes > place.page_bytes for place in places.values())
+        cache.extend(60)
+        assert cache.mapped_bytes == -(-60 * 27408 // PAGE) * PAGE
+        for layer in cache:
+            for view in (layer.k, layer.v) if layer.name == "a" else layer.states:
+                assert not view.any()
+                view[:] = layer.index + 1
+        for layer in cache:
+            for view in (layer.k, layer.v) if layer.name == "a" else layer.states:
+                assert (view == layer.index + 1).all()
+
+
+def test_one_reservation_a_layer():
+    memory = tkv.HostMemory(PAGE)
+    group = tkv.LayerGroup("all", {"a": ATTENTION, "b": ATTENTION, "c": ATTENTION}, separate=True)
+    with reserve(group, memory) as cache:
+        assert memory.live.reservations == 3
+        assert [buffer.num_segments for buffer in cache.geometry.buffers] == [2, 2, 2]
+        cache.extend(60)
+    with reserve({"a": ATTENTION, "b": ATTENTION, "c": WIDE}, memory):
+        assert memory.live.reservations == 2
+
+
+def test_a_draft_model_beside_its_target():
+    groups = [
+        tkv.LayerGroup("target", {f"target.{i}": WIDE for i in range(3)}, layout="LTBNHD"),
+        tkv.LayerGroup("draft", {"draft.0": ATTENTION}, layout="BLTNHD"),
+    ]
+    with reserve(groups) as cache:
+        cache.extend(5)
+        assert (cache["target.2"].layout, cache["draft.0"].layout) == ("LTBNHD", "BLTNHD")
+        assert cache.block_bytes == 3 * 8192 + 4096
+
+
+def test_a_group_added_later_has_the_same_prefix():
+    memory = tkv.HostMemory(PAGE, 64 << 20)
+    with reserve({"a": ATTENTION}, tkv.PoisonedMemory(memory)) as cache:
+        cache.extend(11)
+        cache["a"].kv[:, :11] = 3
+        before = cache.mapped_bytes
+        assert cache.add_group(tkv.LayerGroup("late", {"m": MAMBA, "b": WIDE})) is cache
+        assert (cache.num_blocks, len(cache)) == (11, 3)
+        assert cache["b"].layout == "LBTNHD"  # beside states
+        assert not any(view[:11].any() for view in (*cache["m"].states, cache["b"].k, cache["b"].v))
+        assert (cache["a"].kv[:, :11] == 3).all()
+        assert cache.mapped_bytes == cache.mapped_bytes_at(11) == cache.geometry.mapped_bytes_at(11) > before
+        cache.extend(30)
+        assert not cache["m"].states[0][:30].any()
+        assert cache.mapped_bytes == (64 << 20) - memory.memory_info()[0]
+    assert (memory.live.handles, memory.live.mappings) == (0, 0)
+
+
+@pytest.mark.parametrize("call", ["reserve", "create", "map", "set_access"])
+def test_a_group_that_cannot_be_added_leaves_the_cache_as_it_was(call):
+    driver = tkv.HostMemory(PAGE, 64 << 20)
+    faulty = tkv.FaultyMemory(driver)
+    with reserve({"a": ATTENTION}, faulty) as cache:
+        cache.extend(11)
+        before = (driver.live, cache.mapped_bytes, cache.signature(), cache.block_bytes)
+        for nth in (1, 2):
+            faulty.fail(call, nth=nth)
+            with pytest.raises(tkv.TritonKVError):
+                cache.add_group(tkv.LayerGroup("late", {"m": MAMBA, "b": WIDE}))
+            assert (driver.live, cache.mapped_bytes, cache.signature(), cache.block_bytes) == before
+            assert len(cache) == 1
+        cache.add_group(tkv.LayerGroup("late", {"m": MAMBA, "b": WIDE}))
+        cache.extend(30)
+        assert not cache["m"].states[1][:30].any()
+
+
+def test_a_group_that_does_not_fit_says_so():
+    with reserve({"a": ATTENTION}, tkv.HostMemory(PAGE, 64 * PAGE)) as cache:
+        cache.extend(60)
+        with pytest.raises(tkv.OutOfMemory, match=r"adding a group at 60 blocks: .*asked for \d+ bytes"):
+            cache.add_group(tkv.LayerGroup("late", {"b": WIDE}))
+        assert cache.mapped_bytes == 60 * PAGE
+
+
+def test_signature_is_what_ranks_must_agree_on():
+    def signature(layers=None, **options) -> str:
+        with reserve(layers or {"a": ATTENTION, "m": MAMBA}, **options) as cache:
+            return cache.signature()
+
+    first = signature()
+    assert first == signature(capacity=7) == signature(memory=tkv.HostMemory(2 * PAGE), dense=True)
+    assert json.loads(first)["block_size"] == 16
+    others = [
+        signature(block_size=32),
+        signature({"a": ATTENTION, "x": MAMBA}),
+        signature({"m": MAMBA, "a": ATTENTION}),
+        signature({"a": WIDE, "m": MAMBA}),
+        signature({"a": WINDOW, "m": MAMBA}),
+        signature(packed=True),
+        signature(layout="LBTHND"),
+    ]
+    assert len({first, *others}) == 1 + len(others)
+
+
+def test_ops_refuse_states():
+    with reserve({"m": MAMBA}) as cache:
+        cache.extend(1)
+        x = torch.zeros(1, 2, 16)
+        with pytest.raises(TypeError, match="'m' keeps conv, ssm, no K and V"):
+            tkv.write_kv(x, x, cache["m"], torch.zeros(1, dtype=torch.int64))
+        with pytest.raises(ValueError, match="no latent vector"):
+            _ = cache["m"].latent
+        with pytest.raises(KeyError, match="no state 'kv', only conv, ssm"):
+            cache["m"].state("kv")
+
+
+def test_spec_and_layout_of_a_cache_with_several():
+    with reserve({"a": ATTENTION, "m": MAMBA}) as cache:
+        with pytest.raises(ValueError, match="no spec in common"):
+            _ = cache.spec
+        with pytest.raises(ValueError, match="no layout in common"):
+            _ = cache.layout
+    with reserve(ATTENTION, num_layers=2) as cache:
+        assert (cache.spec, cache.layout.order) == (ATTENTION, "LTBNHD")
+
+
+class Overlapping(Codebook):
+    def block_tensors(self, block_size: int) -> tuple[tkv.BlockTensor, ...]:
+        return (tkv.BlockTensor("x", (2,), torch.float64, 0), tkv.BlockTensor("y", (4,), torch.uint8, 15))
+
+
+class Unaligned(Codebook):
+    def block_tensors(self, block_size: int) -> tuple[tkv.BlockTensor, ...]:
+        return (tkv.BlockTensor("x", (2,), torch.float32, 6),)
+
+
+def two(first, second, **options):
+    return lambda: reserve([tkv.LayerGroup("one", first), tkv.LayerGroup("two", second)], **options)
+
+
+BAD = {
+    "state of zero": (
+        lambda: tkv.MambaSpec([("ssm", (4, 0), torch.float32)]),
+        ValueError,
+        r"state 'ssm': every extent of \(4, 0\) must be at least 1, got 0",
+    ),
+    "no states": (lambda: tkv.MambaSpec([]), ValueError, "at least one state"),
+    "state names": (
+        lambda: tkv.MambaSpec([("a", (1,), torch.uint8), ("a", (1,), torch.uint8)]),
+        ValueError,
+        "states are named twice",
+    ),
+    "state dtype": (lambda: tkv.MambaSpec([("a", (1,), "float")]), TypeError, "state 'a': dtype must be a torch.dtype"),
+    "alignment no power": (
+        lambda: tkv.MambaSpec([("a", (1,), torch.float32)], alignment_bytes=12),
+        ValueError,
+        "alignment_bytes 12 cannot be met",
+    ),
+    "alignment below dtype": (
+        lambda: tkv.MambaSpec([("a", (1,), torch.float32)], alignment_bytes=2),
+        ValueError,
+        "alignment_bytes 2 cannot be met.*4 bytes of the largest dtype",
+    ),
+    "alignment beyond a granule": (
+        lambda: reserve({"m": tkv.MambaSpec([("a", (1,), torch.uint8)], alignment_bytes=8192)}),
+        ValueError,
+        "layer 'm': an alignment of 8192 bytes cannot be met.*4096 bytes of a granule",
+    ),
+    "alignment and page_bytes": (
+        lambda: reserve(tkv.LayerGroup("g", {"m": MAMBA}, page_bytes=2442)),
+        ValueError,
+        "group 'g': the alignment of 4 bytes of layer 'm' cannot be met with pages of 2442",
+    ),
+    "layers twice": (two({"a": ATTENTION}, {"a": MAMBA}), ValueError, "layers named twice: a"),
+    "layers twice in a group": (
+        lambda: tkv.LayerGroup("g", [("a", ATTENTION), ("b", WIDE), ("a", MAMBA)]),
+        ValueError,
+        "layers named twice: a",
+    ),
+    "groups twice": (
+        lambda: reserve([tkv.LayerGroup("g", {"a": ATTENTION}), tkv.LayerGroup("g", {"b": ATTENTION})]),
+        ValueError,
+        "groups named twice",
+    ),
+    "no layers": (lambda: reserve({}), ValueError, "has no layers"),
+    "no spec": (lambda: reserve({"a": 3}), TypeError, "layer 'a' needs a spec"),
+    "num_layers and a mapping": (lambda: reserve({"a": ATTENTION}, num_layers=1), ValueError, "one spec only"),
+    "a spec and no number": (lambda: reserve(ATTENTION), ValueError, "num_layers="),
+    "mixed block numbering": (
+        lambda: reserve([tkv.LayerGroup("a", {"a": ATTENTION}), tkv.LayerGroup("b", {"b": ATTENTION}, block_size=32)]),
+        ValueError,
+        "mixed block numbering.*'a': 16, 'b': 32",
+    ),
+    "mixed block numbering later": (
+        lambda: reserve({"a": ATTENTION}).add_group(tkv.LayerGroup("b", {"b": ATTENTION}, block_size=32)),
+        ValueError,
+        "mixed block numbering: .* 32 tokens, the cache of 16",
+    ),
+    "added twice": (
+        lambda: reserve({"a": ATTENTION}).add_group(tkv.LayerGroup("b", {"a": ATTENTION})),
+        ValueError,
+        "layers named twice: a",
+    ),
+    "window on MLA": (
+        lambda: tkv.MLASpec(512, 64, torch.bfloat16, window=1024),
+        ValueError,
+        "a window of 1024 on MLA is not possible",
+    ),
+    "latent of zero": (lambda: tkv.MLASpec(0, 64, torch.bfloat16), ValueError, "kv_lora_rank must be at least 1"),
+    "window of zero": (
+        lambda: tkv.AttentionSpec(1, 8, torch.float32, window=0),
+        ValueError,
+        "window must be at least 1, got 0",
+    ),
+    "sharers disagree": (
+        lambda: reserve(
+            [tkv.LayerGroup("a", {"a": ATTENTION}, "LTBNHD"), tkv.LayerGroup("b", {"b": WINDOW}, "LBTNHD")],
+            shared_by=[["a", "b"]],
+        ),
+        ValueError,
+        "layers 'a' and 'b' share a buffer but disagree: layout 'LTBNHD' cuts it into 2 segments, 'LBTNHD' into 1",
+    ),
+    "sharers of one group differ": (
+        lambda: reserve(tkv.LayerGroup("g", {"a": ATTENTION, "b": WIDE}), shared_by=[["a", "b"]]),
+        ValueError,
+        "'a' and 'b' of group 'g' share a buffer.*overwrite each other",
+    ),
+    "unknown sharer": (lambda: reserve({"a": ATTENTION}, shared_by=[["a", "x"]]), ValueError, "no group has: x"),
+    "shared twice": (
+        lambda: reserve({"a": ATTENTION, "b": WINDOW}, shared_by=[["a", "b"], ["a"]]),
+        ValueError,
+        "shared_by names layers twice: a",
+    ),
+    "shared_by word": (lambda: reserve({"a": ATTENTION}, shared_by="layers"), ValueError, 'sets of layer names or "g'),
+    "packed with two segments": (
+        lambda: reserve({"a": ATTENTION, "b": WIDE}, packed=True),
+        ValueError,
+        "layer 'a' has 2 segments in layout 'LTBNHD', and a packed block is one piece",
+    ),
+    "half of a slot packed": (
+        lambda: reserve({"a": ATTENTION, "b": WINDOW}, layout="LBTNHD", shared_by=[["a", "b"]], packed=[["a"]]),
+        ValueError,
+        "layers b share a slot with packed layers",
+    ),
+    "page too small": (
+        lambda: reserve(tkv.LayerGroup("g", {"a": ATTENTION}, page_bytes=4095)),
+        ValueError,
+        "page_bytes 4095 must hold the 4096 bytes of layer 'a' and divide into its 2 segments",
+    ),
+    "interleaved and unequal": (
+        lambda: reserve(tkv.LayerGroup("g", {"a": ATTENTION, "b": WIDE}, "TLBNHD")),
+        ValueError,
+        "layout 'TLBNHD' interleaves equal layers",
+    ),
+    "interleaved and separate": (
+        lambda: reserve(tkv.LayerGroup("g", {"a": ATTENTION, "b": ATTENTION}, "BLTNHD", separate=True)),
+        ValueError,
+        "a reservation each; use a layout that starts with L",
+    ),
+    "short layout for K and V": (
+        lambda: reserve(tkv.LayerGroup("g", {"a": ATTENTION}, "LB")),
+        ValueError,
+        "K and V need all six letters",
+    ),
+    "tensors overlap": (lambda: reserve({"x": Overlapping(5)}), ValueError, "tensor 'y', bytes 15 to 19, overlaps"),
+    "tensor not aligned": (lambda: reserve({"x": Unaligned(5)}), ValueError, "tensor 'x' of torch.float32 at byte 6"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD.values(), ids=BAD.keys())
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
