@@ -11,6 +11,7 @@ Importing it initialises no GPU. docs/design.md has the words, the layouts and t
 from triton_kv.attention import paged_attention, paged_attention_reference
 from triton_kv.cache import CheckReport, CommittedViews, KVCache
 from triton_kv.compilation import compile_kernels
+from triton_kv.configs import specs_from_config
 from triton_kv.errors import (
     AddressSpaceExhausted,
     Broken,
@@ -25,7 +26,7 @@ from triton_kv.errors import (
 )
 from triton_kv.extensible import ExtensibleTensor
 from triton_kv.geometry import BufferGeometry, CacheGeometry, PlacedLayer, arrange
-from triton_kv.groups import LayerGroup
+from triton_kv.groups import LayerGroup, equal_groups
 from triton_kv.layer import LayerCache, StateCache
 from triton_kv.layout import CacheLayout
 from triton_kv.memory import FakeMemory, FaultyMemory, HostMemory, PoisonedMemory, VirtualMemory, open_memory, probe
@@ -74,12 +75,14 @@ __all__ = [
     "__version__",
     "arrange",
     "compile_kernels",
+    "equal_groups",
     "fit_blocks",
     "open_memory",
     "paged_attention",
     "paged_attention_reference",
     "plan_blocks",
     "probe",
+    "specs_from_config",
     "write_kv",
     "write_kv_reference",
 ]

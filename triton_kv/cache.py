@@ -229,6 +229,21 @@ class KVCache:
         """What ranks that share block ids must agree on, as JSON that compares as text: see `CacheGeometry`."""
         return self._geometry.signature()
 
+    def describe(self, num_blocks: int | None = None) -> str:
+        """A table for people: groups, layers, layouts, pages, segments, padding, and bytes at some number of blocks.
+
+        `print` it. num_blocks: `None` is what is committed.
+        """
+        return self._geometry.describe(self.num_blocks if num_blocks is None else num_blocks)
+
+    def layout_picture(self, num_blocks: int | None = None, *, form: str = "svg") -> str:
+        """A drawing of segments, blocks and granules, as `form` "svg" or "text": what is mapped at some size.
+
+        num_blocks: `None` is what is committed. Raises `ValueError` for caches too large to draw; `arrange` makes the
+        geometry of a small example without a device.
+        """
+        return self._geometry.layout_picture(self.num_blocks if num_blocks is None else num_blocks, form=form)
+
     @property
     def control(self) -> torch.Tensor:
         """The control block, int32 `[8]` on the device: watermark, error count, first error's kind, row and value."""
