@@ -279,6 +279,19 @@ class KVCache:
         self._store.extend(target)
         return self
 
+    def zero_blocks(self, ids: torch.Tensor | Sequence[int]) -> None:
+        """Zeroes every state of every group in the blocks `ids`, in one launch.
+
+        ids: int32 or int64 `[n]` on the cache's device, contiguous; a list of ints does outside of a capture. Negative
+        ids are skipped; ids at or past the watermark are left alone and counted (see `check`). Queued on the current
+        stream and not waited for; may be captured, and a replay then covers groups that were added since. In buffers
+        that groups share it is the block that is zeroed, whichever group has it.
+
+        Raises `NothingCommitted`, `Closed`, `TypeError` and `ValueError` for what are no ids.
+        """
+        self._store.require_committed()
+        self._store.zeroing.zero_blocks(ids, self._store.control)
+
     def add_group(self, group: LayerGroup) -> KVCache:
         """Adds layers, in buffers of their own, to a cache that may have blocks already. Returns the cache.
 

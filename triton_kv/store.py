@@ -24,6 +24,7 @@ from triton_kv.errors import (
 )
 from triton_kv.memory.transaction import Transaction
 from triton_kv.sizing import GIB, largest_fit
+from triton_kv.zeroing import Zeroing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONTROL_WORDS = 8  # int32: watermark, error count, first error's kind, row, value, then zeros
-ERROR_KINDS = {0: "none", 1: "block id read by attention", 2: "slot written"}
+ERROR_KINDS = {0: "none", 1: "block id read by attention", 2: "slot written", 3: "block zeroed"}
 
 
 class CheckReport(NamedTuple):
@@ -55,6 +56,15 @@ class StoredBuffer(NamedTuple):
 
     buffer: ExtensibleTensor
     block_bytes: int
+
+
+def _segments(buffers: Sequence[StoredBuffer]) -> list[tuple[int, int]]:
+    """Address and bytes a block of every segment."""
+    return [
+        (buffer.address_of(segment), block_bytes)
+        for buffer, block_bytes in buffers
+        for segment in range(buffer.num_segments)
+    ]
 
 
 class BlockStore:
@@ -79,6 +89,8 @@ class BlockStore:
         self.control = torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=memory.device)
         if self._stream is not None:
             torch.cuda.current_stream(memory.device).synchronize()
+        self.zeroing = Zeroing(memory)
+        self.zeroing.table.add(_segments(self.buffers))
         self._set_watermark(0)
 
     # Counters.
@@ -139,8 +151,7 @@ class BlockStore:
             before, started, prepared = self.num_blocks, time.perf_counter(), False
             try:
                 with self._changing() as transaction:
-                    for buffer, block_bytes in self.buffers:
-                        buffer.grow_(target * block_bytes, transaction)
+                    self._grow(target, transaction)
                     self.memory.wait()  # zeroed before the watermark moves
                     prepared = True
                     yield
@@ -157,6 +168,14 @@ class BlockStore:
                 self.mapped_bytes / GIB,
                 (time.perf_counter() - started) * 1e3,
             )
+
+    def _grow(self, target: int, transaction: Transaction) -> None:
+        """Maps the new blocks of all buffers and queues their zeroing: short ranges of all of them in one launch."""
+        first, count = self.num_blocks, target - self.num_blocks
+        for buffer, block_bytes in self.buffers:
+            buffer.grow_(target * block_bytes, transaction, zero_new=not self.zeroing.takes(count * block_bytes))
+        transaction.undo(self.memory.wait)  # a failure must not unmap what a kernel that did start is still writing
+        self.zeroing.zero_new(first, count)
 
     def add_buffers(self, buffers: Sequence[StoredBuffer], publish: Callable[[], None]) -> None:
         """Brings new buffers to the committed blocks, zeroed, and only then makes them part of every later change.
@@ -182,6 +201,7 @@ class BlockStore:
                 attach_failures(described, list(error.undo_failures))
                 raise described from error
             self.buffers = (*self.buffers, *buffers)
+            self.zeroing.table.add(_segments(buffers))
 
     @contextmanager
     def _changing(self) -> Iterator[Transaction]:

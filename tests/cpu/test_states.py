@@ -237,6 +237,52 @@ def test_a_group_added_later_has_the_same_prefix():
     assert (memory.live.handles, memory.live.mappings) == (0, 0)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["apart", "packed"])
+def test_zero_blocks_covers_every_state_and_nothing_else(packed):
+    with reserve({"a": ATTENTION, "m": MAMBA, "l": MLA, "own": Codebook(5)}, packed=packed, layout="LBTNHD") as cache:
+        cache.extend(9)
+        cache.add_group(tkv.LayerGroup("late", {"b": WIDE}))
+
+        def views() -> list[torch.Tensor]:
+            return [
+                view
+                for layer in cache
+                for view in ((layer.k, layer.v) if isinstance(layer, tkv.LayerCache) else layer.states)
+            ]
+
+        for view in views():
+            view[:9] = 1
+        cache.zero_blocks(torch.tensor([8, -1, 3, -5, 3], dtype=torch.int32))
+        for view in views():
+            assert not view[[3, 8]].any()
+            assert (view[[0, 1, 2, 4, 5, 6, 7]] == 1).all()
+        cache.zero_blocks([0])
+        cache.zero_blocks([])
+        assert not any(view[0].any() for view in views())
+        assert cache.check().ok
+        cache.zero_blocks([1, 9, 70])
+        assert cache.check() == (2, "block zeroed", 1, 9)
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        (torch.zeros(1), TypeError, "must be int32 or int64, got torch.float32"),
+        (torch.zeros(2, 2, dtype=torch.int32), ValueError, r"must be 1-D and contiguous, got \(2, 2\)"),
+        (torch.zeros(8, dtype=torch.int32)[::2], ValueError, "1-D and contiguous"),
+        (torch.zeros(1, dtype=torch.int32, device="meta"), ValueError, "ids are on meta, but the cache is on cpu"),
+    ],
+    ids=["float", "2d", "strided", "device"],
+)
+def test_ids_that_are_none(ids, error, message):
+    with reserve({"a": ATTENTION}) as cache:
+        with pytest.raises(tkv.NothingCommitted):
+            cache.zero_blocks([0])
+        cache.extend(2)
+        with pytest.raises(error, match=message):
+            cache.zero_blocks(ids)
+
+
 @pytest.mark.parametrize("call", ["reserve", "create", "map", "set_access"])
 def test_a_group_that_cannot_be_added_leaves_the_cache_as_it_was(call):
     driver = tkv.HostMemory(PAGE, 64 << 20)
