@@ -49,9 +49,9 @@ def check_blocks(case: Segments, ids: list[int], dtype: torch.dtype, device: tor
     segments = [(memory.data_ptr(), size) for memory, size in zip(memories, case.block_bytes)]
     control = torch.zeros(8, dtype=torch.int32, device=device)
     control[0] = WATERMARK
-    table.add(segments[:-1])
+    table.set(segments[:-1])
     launch = table.blocks_launch(torch.tensor(ids, dtype=dtype, device=device), control)
-    table.add(segments[-1:])
+    table.set(segments)
     launch.run(device)
     bad = [(row, block) for row, block in enumerate(ids) if block >= WATERMARK]
     for memory, size in zip(expected, case.block_bytes):
@@ -69,7 +69,7 @@ def check_range(case: Segments, first: int, count: int, limit: int, device: torc
     memories = case.allocate(device)
     expected = [memory.clone() for memory in memories]
     table = SegmentTable(device)
-    table.add([(memory.data_ptr(), size) for memory, size in zip(memories, case.block_bytes)])
+    table.set([(memory.data_ptr(), size) for memory, size in zip(memories, case.block_bytes)])
     table.range_launch(first, count, limit_bytes=limit).run(device)
     for memory, size in zip(expected, case.block_bytes):
         if size * count < limit:

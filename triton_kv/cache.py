@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -12,18 +14,22 @@ from triton_kv.extensible import ExtensibleTensor
 from triton_kv.geometry import CacheGeometry, PlacedLayer, arrange, joined
 from triton_kv.groups import DEFAULT_ORDER, LayerGroup, groups_of
 from triton_kv.layer import LayerCache, LayerOperands, StateCache
-from triton_kv.memory import names_device, open_memory
+from triton_kv.memory import HandlePolicy, names_device, open_or_allocate
 from triton_kv.sizing import GIB, Plan
 from triton_kv.spec import AttentionSpec
 from triton_kv.store import BlockStore, CheckReport, StoredBuffer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
     from types import TracebackType
 
+    from triton_kv.extensible import Freed
     from triton_kv.layout import CacheLayout
     from triton_kv.memory import VirtualMemory
     from triton_kv.spec import LayerSpec
+    from triton_kv.stats import CacheStats
+    from triton_kv.store import CoalesceReport, MemoryChange, SleepReport, Waitable, WakeReport
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +52,27 @@ class KVCache:
     (Prabhu et al., 2024) and PyTorch's expandable segments, with one handle per segment and extend.
     """
 
-    def __init__(self, geometry: CacheGeometry, buffers: Sequence[ExtensibleTensor], *, dense: bool = False) -> None:
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        buffers: Sequence[ExtensibleTensor],
+        *,
+        dense: bool = False,
+        alias: bool = False,
+        checked: bool = False,
+        handles: HandlePolicy | None = None,
+    ) -> None:
         self._geometry = geometry
         self._buffers = list(buffers)
         self._dense = dense
+        self._handles = handles
         self._indices = {layer.name: layer.index for layer in geometry.layers}
         self._store = BlockStore(
             buffers[0].memory,
             [StoredBuffer(buffer, part.block_bytes) for buffer, part in zip(buffers, geometry.buffers, strict=True)],
             capacity=geometry.capacity,
+            alias=alias,
+            checked=checked or os.environ.get("TRITON_KV_CHECKED", "0") not in ("", "0"),
         )
         self._layers: dict[int, LayerCache | StateCache] = {}
 
@@ -73,6 +91,10 @@ class KVCache:
         dense: bool = False,
         shared_by: str | Iterable[Iterable[str]] = (),
         packed: bool | Iterable[Iterable[str]] = (),
+        handles: HandlePolicy | None = None,
+        alias: bool = False,
+        checked: bool = False,
+        fallback: str | None = None,
     ) -> KVCache:
         """Reserves address space for `capacity` blocks of `block_size` tokens; takes no physical memory.
 
@@ -93,6 +115,13 @@ class KVCache:
                 overlays buffer i. A block id then belongs to one group at a time, and each group has block tables of
                 its own. The buffer's page is the least that holds each layer's.
             packed: sets of layer names (True: all) that lie side by side in each block of one buffer.
+            handles: how memory is cut into handles; by default one for each segment and growth (docs/memory.md).
+            alias: back all segments of a buffer by one granule until the first extend that needs more, so that
+                capturing takes 2 MiB instead of 2 MiB a segment. What block 0 holds is lost then, and the epoch moves.
+            checked: ops raise `BadAccess` after a kernel met a block or slot outside the watermark, and `shrink`
+                poisons what stays mapped. So does TRITON_KV_CHECKED=1. Costs a small copy at each op.
+            fallback: "allocate" takes plain torch memory, all of it at once, where the device has no virtual memory
+                management; `fallback_reason` says why. Nothing is given back before `close` then.
 
         Raises `ValueError` or `TypeError` for sizes, names and layouts that cannot be, `Unavailable` if the device has
         no virtual memory management, `AddressSpaceExhausted`, and with commit="all" what `extend` raises.
@@ -102,7 +131,7 @@ class KVCache:
         if commit not in (None, "all"):
             raise ValueError(f'commit must be None or "all", got {commit!r}')
         if memory is None:
-            memory = open_memory(device)
+            memory = open_or_allocate(device, fallback)
         elif not names_device(device, memory.device):
             raise ValueError(f"device {device!s} and the memory's device {memory.device!s} differ; name one of them")
         if memory.is_capturing():
@@ -126,13 +155,17 @@ class KVCache:
                 packed=packed,
             )
 
+        if not getattr(memory, "elastic", True):
+            commit = "all"
+            if capacity is None:
+                raise ValueError("plain memory is allocated at once: state the capacity to allocate")
         if capacity is None:
             capacity = max(memory.memory_info()[1] // arranged(1).block_bytes, 1)
         geometry = arranged(capacity)
         buffers: list[ExtensibleTensor] = []
         try:
-            _reserve_buffers(geometry, memory, buffers)
-            cache = cls(geometry, buffers, dense=dense)
+            _reserve_buffers(geometry, memory, buffers, handles)
+            cache = cls(geometry, buffers, dense=dense, alias=alias, checked=checked, handles=handles)
             logger.debug(
                 "reserved addresses for %d blocks (%.2f GiB of address space, no memory)",
                 capacity,
@@ -266,6 +299,10 @@ class KVCache:
         `Plan`, `OutOfMemory` (asked, free and what would fit), `CaptureError` while the current stream captures,
         `Closed`.
         """
+        self._store.extend(self._checked_target(num_blocks))
+        return self
+
+    def _checked_target(self, num_blocks: int | Plan) -> int:
         target = num_blocks.num_blocks if isinstance(num_blocks, Plan) else num_blocks
         if isinstance(target, bool) or not isinstance(target, int):
             raise TypeError(f"extend takes a whole number of blocks or a Plan, not {target!r}")
@@ -276,8 +313,7 @@ class KVCache:
                 f"extend({target}) goes beyond the capacity of {self.capacity} blocks that was reserved; "
                 "reserve a larger capacity (address space is free)"
             )
-        self._store.extend(target)
-        return self
+        return target
 
     def zero_blocks(self, ids: torch.Tensor | Sequence[int]) -> None:
         """Zeroes every state of every group in the blocks `ids`, in one launch.
@@ -325,7 +361,7 @@ class KVCache:
             self._indices |= {layer.name: layer.index for layer in after.layers}
 
         try:
-            _reserve_buffers(added, memory, buffers)
+            _reserve_buffers(added, memory, buffers, self._handles)
             stored = [StoredBuffer(buffer, part.block_bytes) for buffer, part in zip(buffers, added.buffers)]
             self._store.add_buffers(stored, publish)
         except BaseException:
@@ -333,6 +369,144 @@ class KVCache:
                 buffer.free()
             raise
         return self
+
+    def extend_async(self, num_blocks: int | Plan) -> Future[None]:
+        """`extend` on a thread of its own, while serving goes on; the blocks become visible only when complete.
+
+        The zeroing is slowed down so that other kernels keep most of the bandwidth. Returns a future: `result()` waits
+        and raises what `extend` would. Other changes wait for it. Raises at once what needs no work to be known:
+        `ValueError`, `TypeError`, `CaptureError` while the current stream captures, `Asleep`, `Closed`.
+        """
+        return self._store.extend_async(self._checked_target(num_blocks))
+
+    def shrink(self, num_blocks: int, *, after: Waitable | None = None) -> Freed:
+        """Keeps the first `num_blocks` blocks; returns the bytes that the driver's free memory gained.
+
+        Kept blocks keep their contents. A handle that is cut in the middle is replaced by a smaller one with its kept
+        part copied, so memory comes back to the granule; that takes one handle's memory for a moment, and nothing may
+        touch the cache meanwhile. Where it is missing only whole handles go: the result's `kept_bytes` and `reasons`
+        say so, and the same call tries again. The epoch moves if memory went or was replaced. All or nothing until the
+        first handle is released.
+
+        Args:
+            num_blocks: 0 to the committed blocks.
+            after: an event or stream that covers all work which may still touch the cache; by default the host waits
+                for the device.
+
+        Raises `ValueError` for other numbers, `CaptureError`, `Asleep`, `Closed`.
+        """
+        if isinstance(num_blocks, bool) or not isinstance(num_blocks, int):
+            raise TypeError(f"shrink takes a whole number of blocks, not {num_blocks!r}")
+        if num_blocks < 0:
+            raise ValueError(f"shrink takes a number of blocks that is not negative, got {num_blocks}")
+        return self._store.shrink(num_blocks, after=after)
+
+    def min_release_blocks(self) -> int:
+        """How many blocks must go before a whole handle does, and memory comes back without copying."""
+        return self._store.min_release_blocks()
+
+    def coalesce(self) -> CoalesceReport:
+        """Makes each segment one handle, contents kept, for transfer libraries that need it; the epoch moves.
+
+        Takes `coalesce_bytes` of memory for a moment. Waits for the device, and nothing may touch the cache meanwhile.
+        Raises `OutOfMemory` if that memory is missing: contents are as they were, segments done so far stay done.
+        """
+        return self._store.coalesce()
+
+    def coalesce_bytes(self) -> int:
+        """The memory that `coalesce` would take for a moment: the largest segment of several handles."""
+        return self._store.coalesce_bytes()
+
+    def trim(self, limit_bytes: int = 0) -> int:
+        """Releases pooled handles until each buffer keeps at most `limit_bytes` of them; returns the bytes."""
+        return self._store.trim(limit_bytes)
+
+    def prepare_sleep(self, num_blocks: int | None = None) -> float:
+        """Pins host memory for `sleep(keep="host")` of so many blocks (default: all committed); returns the seconds.
+
+        Pinning takes longer than the copies, so it is worth doing beforehand; the memory stays until `close`.
+        """
+        return self._store.prepare_sleep(num_blocks)
+
+    def sleep(
+        self,
+        keep: str | None = None,
+        *,
+        live: Iterable[int] | None = None,
+        groups: Sequence[str] | None = None,
+        after: Waitable | None = None,
+    ) -> SleepReport:
+        """Gives all memory back and keeps the addresses, until `wake`. All or nothing.
+
+        While it sleeps `num_blocks` is 0 and every use raises `Asleep`; a captured graph must not be replayed.
+
+        Args:
+            keep: None drops the contents, "host" copies them to pinned host memory.
+            live: block ids to keep (all committed by default); others are zero after `wake`.
+            groups: names of the groups that sleep, by default all. Groups that share buffers sleep together.
+            after: as in `shrink`.
+
+        Raises `ValueError` for blocks that are not committed and unknown groups, `Asleep` if they sleep already,
+        `CaptureError`, `Closed`, `DriverError` if the host has too little memory to pin.
+        """
+        return self._store.sleep(keep=keep, live=live, only=self._buffers_of(groups), after=after)
+
+    def wake(self, groups: Sequence[str] | None = None) -> WakeReport:
+        """Commits again what `sleep` gave back, at the same addresses; restores kept contents, all else is zero.
+
+        Captured graphs are valid again; the epoch moves. Nothing to do if nothing sleeps. Raises `OutOfMemory` where
+        too little memory is free: the cache stays asleep, and a later call works.
+        """
+        return self._store.wake(self._buffers_of(groups))
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the cache, or a group of it, sleeps."""
+        return self._store.asleep
+
+    @property
+    def epoch(self) -> int:
+        """Changes whenever an address that was backed loses its memory or gets other memory; never on a plain extend.
+
+        Whoever registered the memory elsewhere registers it again then.
+        """
+        return self._store.epoch
+
+    def watch(self, callback: Callable[[MemoryChange], object]) -> Callable[[], None]:
+        """Have `callback` called around every change of what is behind the addresses; returns what ends that.
+
+        It is called with phase "before" where memory is about to go (still there, no longer counted), and "after" where
+        memory has come (not yet counted), on the changing thread, which holds the cache's lock. If it raises, the
+        change is undone, and callbacks that were called are called again with the opposite.
+        """
+        return self._store.watch(callback)
+
+    def stats(self) -> CacheStats:
+        """Bytes, handles and counters at this moment; `.prometheus()` as text. Never waits."""
+        return self._store.stats()
+
+    def poll_errors(self) -> CheckReport:
+        """What `check` tells, without waiting for the device: on a GPU as an earlier poll's copy saw it."""
+        return self._store.poll_errors()
+
+    @property
+    def fallback_reason(self) -> str | None:
+        """Why the cache is plain torch memory; None if it is not."""
+        return None if self._store.elastic else getattr(self._store.memory, "reason", "")
+
+    def _buffers_of(self, groups: Sequence[str] | None) -> list[int] | None:
+        if groups is None:
+            return None
+        if isinstance(groups, str):
+            raise TypeError(f"groups is a sequence of names, such as [{groups!r}]")
+        known = {layer.group for layer in self._geometry.layers}
+        if unknown := [name for name in groups if name not in known]:
+            raise ValueError(f"no group {unknown[0]!r}: this cache has {', '.join(sorted(known))}")
+        chosen = {layer.buffer for layer in self._geometry.layers if layer.group in groups}
+        for layer in self._geometry.layers:
+            if layer.buffer in chosen and layer.group not in groups:
+                raise ValueError(f"group {layer.group!r} shares a buffer with {list(groups)}: name it too")
+        return sorted(chosen)
 
     def close(self) -> None:
         """Gives back memory and addresses; waits for the device. Closing twice does nothing.
@@ -393,7 +567,7 @@ class KVCache:
                 names=tuple(tensor.name for tensor in place.tensors),
                 control=self._store.control,
                 layout=place.order,
-                check_usable=self._store.require_committed,
+                check_usable=partial(self._store.require_committed, place.buffer),
             )
         spec, layout = place.spec, place.layout
         assert layout is not None
@@ -425,7 +599,7 @@ class KVCache:
             control=self._store.control,
             operands=operands,
             layout=place.order,
-            check_usable=self._store.require_committed,
+            check_usable=partial(self._store.require_committed, place.buffer),
         )
 
     def _state_views(self, place: PlacedLayer, num_blocks: int) -> tuple[torch.Tensor, ...]:
@@ -488,7 +662,9 @@ class KVCache:
         )
 
 
-def _reserve_buffers(geometry: CacheGeometry, memory: VirtualMemory, buffers: list[ExtensibleTensor]) -> None:
+def _reserve_buffers(
+    geometry: CacheGeometry, memory: VirtualMemory, buffers: list[ExtensibleTensor], handles: HandlePolicy | None
+) -> None:
     """Appends a buffer for each of the geometry's, so that the caller can free what was made before a failure."""
     for part in geometry.buffers:
         buffers.append(
@@ -497,5 +673,6 @@ def _reserve_buffers(geometry: CacheGeometry, memory: VirtualMemory, buffers: li
                 num_segments=part.num_segments,
                 segment_stride_bytes=part.segment_stride_bytes,
                 memory=memory,
+                handles=handles,
             )
         )

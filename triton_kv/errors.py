@@ -117,6 +117,21 @@ class NothingCommitted(TritonKVError):
     """An operation on a cache that has no block yet: call ``extend(1)`` (or more) first."""
 
 
+class Asleep(TritonKVError):
+    """The cache sleeps: its addresses are reserved and nothing is behind them. Call ``wake()`` first."""
+
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
+        super().__init__(f"{operation} while the cache sleeps: no memory is behind its addresses; call wake() first")
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return type(self), (self.operation,)
+
+
+class BadAccess(TritonKVError):
+    """A checked cache found that a kernel met a block id or slot outside the watermark; it was masked or dropped."""
+
+
 class Broken(TritonKVError):
     """An earlier operation failed and undoing it failed too. Only ``close()`` is left; it frees all it can."""
 

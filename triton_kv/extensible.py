@@ -4,17 +4,62 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from triton_kv.errors import CaptureError, Closed, DriverError, Forked, OutOfMemory, attach_failures
-from triton_kv.memory import VirtualMemory, names_device, open_memory
-from triton_kv.memory.reservation import ByteRange, Reservation, granule_bytes, round_up
+from triton_kv.memory import HandlePolicy, VirtualMemory, names_device, open_memory
+from triton_kv.memory.estate import Run, warn
+from triton_kv.memory.reservation import ByteRange, Reservation, Span, granule_bytes, round_up
 from triton_kv.memory.transaction import Transaction
 
 # Zeroing is queued for this many new bytes at a time: enough that launches (about 20 us of host time each on an H200)
 # stay behind the zeroing itself (110 us), and few enough that the device starts early.
 FILL_BYTES = 512 << 20
+
+# Zeroing in the background: so many bytes (15 us of an H200's write bandwidth), then a pause of so many times what they
+# took, so that the kernels of a serving step keep most of the bandwidth.
+PACED_BYTES = 64 << 20
+_PAUSE_RATIO = 4.0
+_LONGEST_PAUSE_SECONDS = 2e-3
+
+
+class Replacement(NamedTuple):
+    """Handles of one buffer that are to give way to others which back less, or more in one."""
+
+    reservation: Reservation
+    old: Sequence[Run]
+    spans: Sequence[Span]
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes for a moment: the new handles live beside the old ones."""
+        return sum(end - start for start, end in self.spans)
+
+    @property
+    def num_excess_bytes(self) -> int:
+        """What the old handles hold and the new ones will not."""
+        return sum(run.num_bytes for run in self.old) - self.num_bytes
+
+
+class Freed(int):
+    """Bytes of memory given back: what the driver's free memory gained. An int that also says what stayed, and why.
+
+    `kept_bytes` are mapped beyond the committed prefix because a handle that is needed in part could not be replaced,
+    or wait in `stray` for a driver that refused to release them; the next shrink tries again.
+    """
+
+    kept_bytes: int
+    reasons: tuple[str, ...]
+
+    def __new__(cls, num_bytes: int, kept_bytes: int = 0, reasons: Sequence[str] = ()) -> Freed:
+        freed = super().__new__(cls, num_bytes)
+        freed.kept_bytes = kept_bytes
+        freed.reasons = tuple(reasons)
+        return freed
 
 
 class ExtensibleTensor:
@@ -32,6 +77,7 @@ class ExtensibleTensor:
         segment_stride_bytes: distance between the starts of two segments; None packs them, so that a granule may
             straddle two of them (it is mapped once and stays while either needs it).
         memory: a driver; None is `open_memory(device)`.
+        handles: how memory is cut into handles, and how many unused ones are kept.
 
     Raises:
         ValueError, TypeError: impossible sizes.
@@ -47,6 +93,7 @@ class ExtensibleTensor:
         *,
         segment_stride_bytes: int | None = None,
         memory: VirtualMemory | None = None,
+        handles: HandlePolicy | None = None,
     ) -> None:
         _check_int("num_segments", num_segments)
         if num_segments < 1:
@@ -76,7 +123,7 @@ class ExtensibleTensor:
         self._bytes_per_segment = 0
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._reservation = Reservation(memory, self._span_bytes)
+        self._reservation = Reservation(memory, self._span_bytes, handles)
 
     @property
     def memory(self) -> VirtualMemory:
@@ -119,6 +166,26 @@ class ExtensibleTensor:
     def mapped_bytes(self) -> int:
         """Physical bytes behind the buffer, in whole granules."""
         return self._reservation.mapped_bytes
+
+    @property
+    def pooled_bytes(self) -> int:
+        """Physical bytes of unused handles that are kept for the next growth."""
+        return self._reservation.pooled_bytes
+
+    @property
+    def stray_bytes(self) -> int:
+        """Physical bytes that the driver refused to take back so far."""
+        return self._reservation.stray_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Physical bytes that the driver counts as taken by this buffer: mapped, pooled and stray."""
+        return self._reservation.held_bytes
+
+    @property
+    def num_handles(self) -> int:
+        """Handles held, mapped or not."""
+        return self._reservation.num_handles
 
     @property
     def capacity_bytes(self) -> int:
@@ -199,11 +266,13 @@ class ExtensibleTensor:
                 raise self._out_of_memory(bytes_per_segment, error) from error
         return self
 
-    def grow_(self, bytes_per_segment: int, transaction: Transaction, zero_new: bool = True) -> None:
+    def grow_(
+        self, bytes_per_segment: int, transaction: Transaction, zero_new: bool = True, *, paced: bool = False
+    ) -> None:
         """The steps of a growth, with their undos in `transaction`, for owners of several buffers.
 
         Zeroing is queued while mapping goes on; the caller calls `memory.wait()` before it commits. Out of memory is
-        the driver's error here: the owner knows what would fit.
+        the driver's error here: the owner knows what would fit. `paced` zeroes slowly, for a device that serves.
         """
         self._check_usable()
         self._check_growth(bytes_per_segment)
@@ -227,8 +296,39 @@ class ExtensibleTensor:
             first = segment + 1
 
         with self._memory.activate():
-            self._reservation.ensure(self._ranges(old, new), transaction, zero_up_to if zero_new else None)
+            on_mapped = zero_up_to if zero_new and not paced else None
+            self._reservation.ensure(self._ranges(old, new), transaction, on_mapped)
+            if zero_new and paced:
+                transaction.undo(self._memory.wait)
+                for segment in range(self._num_segments):
+                    self._zero_slowly(self.address_of(segment, old), new)
         transaction.undo(self._set_size, old)
+        self._set_size(bytes_per_segment)
+
+    def _zero_slowly(self, address: int, num_bytes: int) -> None:
+        for offset in range(0, num_bytes, PACED_BYTES):
+            started = time.perf_counter()
+            self._memory.fill(address + offset, min(PACED_BYTES, num_bytes - offset))
+            self._memory.wait()
+            if self.device.type == "cuda":
+                time.sleep(min(_PAUSE_RATIO * (time.perf_counter() - started), _LONGEST_PAUSE_SECONDS))
+
+    def alias_(self, bytes_per_segment: int, transaction: Transaction) -> None:
+        """The steps of a growth from nothing whose granules, of all segments, are one and the same granule of memory.
+
+        Every segment shows the same bytes, zeroed here; the caller calls `memory.wait()`. For addresses that must be
+        backed but whose contents nobody needs, as while graphs are captured. Shrinking to 0 takes it all out again.
+        """
+        self._check_usable()
+        self._check_growth(bytes_per_segment)
+        assert self._bytes_per_segment == 0
+        with self._memory.activate():
+            self._reservation.alias(self._ranges(0, bytes_per_segment), transaction)
+            transaction.undo(self._memory.wait)
+            self._memory.fill(
+                self.base_ptr, bytes_per_segment, stride=self._segment_stride_bytes, count=self._num_segments
+            )
+        transaction.undo(self._set_size, 0)
         self._set_size(bytes_per_segment)
 
     def resize_(self, num_bytes: int, zero_new: bool = False) -> ExtensibleTensor:
@@ -246,11 +346,13 @@ class ExtensibleTensor:
         with self._lock:
             return self.resize_per_segment_(self._bytes_per_segment + num_bytes, zero_new)
 
-    def shrink_per_segment_(self, bytes_per_segment: int) -> int:
+    def shrink_per_segment_(self, bytes_per_segment: int) -> Freed:
         """Keep the first `bytes_per_segment` bytes of each segment; returns the bytes of memory given back.
 
-        Waits for the device. Whole handles that no segment needs go; a handle that is needed in part stays whole.
-        If a handle cannot be released, the buffer has shrunk, the error is raised, and the next change tries again.
+        Waits for the device. Whole handles that no segment needs go. One that is needed in part gives way to a smaller
+        one: the kept part is copied, which takes that much memory for a moment, and nothing may touch it meanwhile.
+        Where that memory is missing only whole handles go, and the result says so. After an error all is as it was. A
+        handle that the driver refuses to release is kept in the books, and the next change tries it again.
         """
         self._check_usable()
         _check_int("bytes_per_segment", bytes_per_segment)
@@ -262,15 +364,81 @@ class ExtensibleTensor:
                 )
             if self._memory.is_capturing():
                 raise CaptureError("shrinking a buffer")
-            old = self._bytes_per_segment
-            self._bytes_per_segment = bytes_per_segment
-            handles = self._reservation.mapped_bytes
-            try:
-                return self._reservation.release_outside(self._ranges(0, bytes_per_segment))
-            except BaseException:
-                if self._reservation.mapped_bytes == handles:  # nothing was unmapped, or all of it is back
-                    self._bytes_per_segment = old
-                raise
+            progress = Progress([self])
+            with self._memory.activate(), Transaction() as transaction:
+                if self.changes_at(bytes_per_segment):
+                    self._memory.synchronize()
+                self.shrink_(bytes_per_segment, transaction)
+                progress.prepare(self.cut(), transaction)
+            progress.finish()
+            return progress.freed()
+
+    def changes_at(self, bytes_per_segment: int) -> bool:
+        """Whether shrinking to this size takes memory out, or replaces it."""
+        ranges = self._ranges(0, bytes_per_segment)
+        return bool(self._reservation.unneeded(ranges) or self._reservation.cut(ranges))
+
+    def shrink_(self, bytes_per_segment: int, transaction: Transaction) -> None:
+        """Take out the whole handles beyond a smaller size, for owners of several buffers.
+
+        The caller has waited for the device, and calls `settle_` once the transaction is committed.
+        """
+        self._check_usable()
+        transaction.undo(self._set_size, self._bytes_per_segment)
+        self._set_size(bytes_per_segment)
+        self._reservation.take_out(self._reservation.unneeded(self._ranges(0, bytes_per_segment)), transaction)
+
+    def cut(self) -> list[Replacement]:
+        """What is mapped beyond the committed size, because a handle is needed in part."""
+        jobs = self._reservation.cut(self._ranges(0, self._bytes_per_segment))
+        return [Replacement(self._reservation, *job) for job in jobs]
+
+    def scattered(self) -> list[Replacement]:
+        """The segments that several handles back."""
+        jobs = self._reservation.scattered(self._ranges(0, self._bytes_per_segment))
+        return [Replacement(self._reservation, *job) for job in jobs]
+
+    def settle_(self) -> list[BaseException]:
+        """Give back, or pool, what a committed change took out; returns what failed."""
+        return self._reservation.settle()
+
+    def trim(self, limit_bytes: int = 0) -> int:
+        """Release pooled handles until at most `limit_bytes` are kept; returns the bytes given back."""
+        self._check_usable()
+        with self._lock:
+            before = self.held_bytes
+            warn(self._memory, "a handle could not be released yet", self._reservation.trim(limit_bytes))
+            return before - self.held_bytes
+
+    def coalesce_(self) -> Freed:
+        """Make each segment one handle, contents kept; returns as `shrink_per_segment_` does (0 bytes).
+
+        Waits for the device; nothing may touch the buffer meanwhile. It takes the memory of the largest such segment
+        for a moment; where that is missing, `OutOfMemory` is raised.
+        """
+        self._check_usable()
+        with self._lock:
+            if self._memory.is_capturing():
+                raise CaptureError("coalescing a buffer")
+            progress = Progress([self])
+            with self._memory.activate(), Transaction() as transaction:
+                jobs = self.scattered()
+                if jobs:
+                    self._memory.synchronize()
+                progress.prepare(jobs, transaction)
+            progress.finish()
+            progress.require_all("coalesce_")
+            return progress.freed()
+
+    def release_points(self) -> list[int]:
+        """For each handle the size, in bytes per segment, at and below which no segment needs it."""
+        stride = self._segment_stride_bytes
+        points = []
+        for run in self._reservation.runs:
+            segment = min(run.start // stride, self._num_segments - 1)
+            begins_inside = segment + 1 < self._num_segments and (segment + 1) * stride < run.end
+            points.append(0 if begins_inside else run.start - segment * stride)
+        return points
 
     def free(self) -> None:
         """Wait for the device and give all memory back; sizes become 0. Idempotent.
@@ -350,6 +518,79 @@ class ExtensibleTensor:
             f"ExtensibleTensor({self._num_segments} segments of {self._segment_capacity_bytes} bytes, {state}, "
             f"device={str(self.device)!r})"
         )
+
+
+class Progress:
+    """The replacements of a change of several buffers, and the memory that the change gave back.
+
+    `prepare` belongs to the owner's transaction: old handles are held until it commits, so that any failure is undone.
+    What memory was missing for waits for `finish`, which first gives back what was taken out and then goes handle by
+    handle, so that one handle's memory is enough; nothing is undone any more then, and what fails is reported.
+    """
+
+    def __init__(self, buffers: Sequence[ExtensibleTensor]) -> None:
+        self.buffers = buffers
+        self.refused: list[tuple[Replacement, DriverError]] = []
+        self.failures: list[BaseException] = []  # handles that the driver would not release
+        self._held_before = self._held_bytes()
+        self._waiting: list[Replacement] = []
+
+    def prepare(self, jobs: Sequence[Replacement], transaction: Transaction) -> None:
+        """Do the replacements that memory allows while all old handles are still held."""
+        for job in jobs:
+            try:
+                self._replace(job, transaction)
+            except DriverError as error:
+                if error.undo_failures or not error.out_of_memory:
+                    raise
+                self._waiting.append(job)
+
+    def finish(self) -> None:
+        """After the commit: give back what was taken out, and do the replacements that waited for it."""
+        self._settle()
+        for job in self._waiting:
+            try:
+                self._replace(job, Transaction())
+            except DriverError as error:
+                if error.undo_failures:
+                    raise
+                self.refused.append((job, error))
+            self._settle()
+
+    def freed(self) -> Freed:
+        """The outcome of a shrink, with the bytes that stayed although nothing needs them."""
+        kept = sum(buffer.stray_bytes + sum(job.num_excess_bytes for job in buffer.cut()) for buffer in self.buffers)
+        reasons = [str(error) for _, error in self.refused] + [str(failure) for failure in self.failures]
+        return Freed(self._held_before - self._held_bytes(), kept, reasons)
+
+    def require_all(self, operation: str) -> None:
+        """Raise `OutOfMemory` if a replacement was refused for lack of memory, else the driver's error."""
+        if not self.refused:
+            return
+        job, error = self.refused[0]
+        if not error.out_of_memory:
+            raise error
+        raise OutOfMemory(
+            job.num_bytes,
+            self.buffers[0].memory.memory_info()[0],
+            detail=f"{operation}, which holds one handle twice for a moment ({len(self.refused)} handles to go)",
+        ) from error
+
+    @staticmethod
+    def _replace(job: Replacement, transaction: Transaction) -> None:
+        step = Transaction()
+        with step:
+            job.reservation.replace(job.old, job.spans, step)
+            transaction.absorb(step)
+
+    def _settle(self) -> None:
+        for buffer in self.buffers:
+            failures = buffer.settle_()
+            warn(buffer.memory, "a handle could not be released yet", failures)
+            self.failures += failures
+
+    def _held_bytes(self) -> int:
+        return sum(buffer.held_bytes for buffer in self.buffers)
 
 
 def _check_int(name: str, value: object) -> None:

@@ -6,12 +6,15 @@ import logging
 import os
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from triton_kv.errors import (
+    Asleep,
+    BadAccess,
     Broken,
     CaptureError,
     Closed,
@@ -22,12 +25,18 @@ from triton_kv.errors import (
     attach_failures,
     raise_together,
 )
+from triton_kv.extensible import Freed, Progress
+from triton_kv.host_copy import HostCopy, block_runs
+from triton_kv.memory.estate import warn
+from triton_kv.memory.pinned import PinnedBuffer
+from triton_kv.memory.poison import POISON
 from triton_kv.memory.transaction import Transaction
 from triton_kv.sizing import GIB, largest_fit
+from triton_kv.stats import CacheStats
 from triton_kv.zeroing import Zeroing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from triton_kv.extensible import ExtensibleTensor
     from triton_kv.memory import VirtualMemory
@@ -50,6 +59,12 @@ class CheckReport(NamedTuple):
     def ok(self) -> bool:
         return self.num_errors == 0
 
+    @classmethod
+    def of(cls, control: Sequence[int]) -> CheckReport:
+        """From the words of a control block."""
+        _, count, kind, row, value, *_ = control
+        return cls(count, ERROR_KINDS.get(kind, str(kind)), row, value)
+
 
 class StoredBuffer(NamedTuple):
     """A buffer and what one block takes of it: `block_bytes` in each of its segments."""
@@ -67,20 +82,82 @@ def _segments(buffers: Sequence[StoredBuffer]) -> list[tuple[int, int]]:
     ]
 
 
+class MemoryChange(NamedTuple):
+    """What a watcher is told, around every change of what is behind the addresses."""
+
+    phase: str  # "before": what goes is still there, and no work uses it; "after": what came is there, not yet in use
+    old_num_blocks: int
+    num_blocks: int
+    epoch: int  # once the change is complete
+
+
+class Waitable(Protocol):
+    """A `torch.cuda.Event` or `torch.cuda.Stream`."""
+
+    def synchronize(self) -> None:
+        """The host waits for it."""
+
+
+class SleepReport(NamedTuple):
+    freed: Freed  # bytes of device memory given back
+    host_bytes: int  # contents kept in pinned host memory
+    pin_seconds: float  # making that memory; 0 where `prepare_sleep` made it beforehand
+    copy_seconds: float  # the copies alone
+
+
+class WakeReport(NamedTuple):
+    num_blocks: int
+    host_bytes: int  # contents restored; all else is zero
+    map_seconds: float  # mapping and zeroing
+    copy_seconds: float  # the copies alone
+
+
+class CoalesceReport(NamedTuple):
+    num_segments: int  # that several handles backed, and one does now
+    extra_bytes: int  # memory that it took for a moment
+    num_handles: int  # now
+
+
 class BlockStore:
-    """Buffers whose segments all hold the same number of blocks: all of them grow, or none does.
+    """Buffers whose segments all hold the same number of blocks: all of them change, or none does.
 
     It owns the count that the host believes, the watermark that kernels read, the lock under which either changes, and
-    the life of the buffers (open, broken, closed). It knows bytes a block, and nothing of layers or layouts. Changing
-    calls may come from any thread, one at a time; reading counters never waits.
+    the life of the buffers (open, asleep, broken, closed). It knows bytes a block, and nothing of layers or layouts.
+    Changing calls may come from any thread, one at a time; reading counters never waits.
+
+    Every change is one transaction. Its `...ing` form stops in the middle for owners that must agree with others first:
+    what can fail is done by then and none of it shows; leaving the block publishes it, an exception undoes it.
+
+    Args:
+        memory: the driver of all buffers.
+        buffers: what grows and shrinks in lockstep.
+        capacity: blocks.
+        alias: back all first granules by one, until the first extend that needs more (`KVCache.reserve`).
+        checked: poison what a shrink leaves mapped, and raise `BadAccess` in the next op after a kernel's bad access.
     """
 
-    def __init__(self, memory: VirtualMemory, buffers: Sequence[StoredBuffer], capacity: int) -> None:
+    def __init__(
+        self,
+        memory: VirtualMemory,
+        buffers: Sequence[StoredBuffer],
+        capacity: int,
+        *,
+        alias: bool = False,
+        checked: bool = False,
+    ) -> None:
         self.memory = memory
         self.buffers = tuple(buffers)
         self.capacity = capacity  # blocks
+        self.checked = checked
         self.num_blocks = 0
+        self.epoch = 0
+        self.extends = self.shrinks = self.sleeps = self.failures = 0
         self._state = "open"  # "open", "closed" or "broken"
+        self._alias = "wanted" if alias else "no"  # "wanted", "on" or "no"
+        self._asleep: dict[int, HostCopy | None] = {}  # buffer -> its contents
+        self._blocks_asleep = 0  # what a wake commits again
+        self._pinned: PinnedBuffer | None = None  # made by `prepare_sleep`
+        self._watchers: list[Callable[[MemoryChange], object]] = []
         self._pid = os.getpid()
         self._lock = threading.RLock()
         # The watermark must not wait behind the caller's queued work, so it is written on a stream of its own; and the
@@ -90,7 +167,8 @@ class BlockStore:
         if self._stream is not None:
             torch.cuda.current_stream(memory.device).synchronize()
         self.zeroing = Zeroing(memory)
-        self.zeroing.table.add(_segments(self.buffers))
+        self.zeroing.table.set(_segments(self.buffers))
+        self._errors = ErrorPoll(self.control, self._stream)
         self._set_watermark(0)
 
     # Counters.
@@ -98,6 +176,15 @@ class BlockStore:
     @property
     def closed(self) -> bool:
         return self._state == "closed"
+
+    @property
+    def asleep(self) -> bool:
+        """Whether some of the buffers sleep."""
+        return bool(self._asleep)
+
+    @property
+    def state(self) -> str:
+        return "asleep" if self._state == "open" and self._asleep else self._state
 
     @property
     def block_bytes(self) -> int:
@@ -114,12 +201,21 @@ class BlockStore:
 
     @property
     def mapped_bytes(self) -> int:
+        if not self.elastic:
+            return 0 if self.closed else self.reserved_bytes
         return sum(buffer.mapped_bytes for buffer, _ in self.buffers)
+
+    @property
+    def elastic(self) -> bool:
+        """Whether memory comes and goes; false over plain torch memory, which is all there from the start."""
+        return getattr(self.memory, "elastic", True)
 
     def mapped_bytes_at(self, num_blocks: int) -> int:
         """The physical bytes that `num_blocks` committed blocks hold, exact and without committing anything."""
         if not 0 <= num_blocks <= self.capacity:
             raise ValueError(f"num_blocks must lie in 0..{self.capacity} (the capacity), got {num_blocks}")
+        if not self.elastic:
+            return self.reserved_bytes
         return sum(buffer.mapped_bytes_at(num_blocks * block_bytes) for buffer, block_bytes in self.buffers)
 
     def memory_info(self) -> tuple[int, int]:
@@ -129,19 +225,72 @@ class BlockStore:
             self.memory.synchronize()
             return self.memory.memory_info()
 
-    # Changing.
+    def min_release_blocks(self) -> int:
+        """`KVCache.min_release_blocks`."""
+        reached = [point // block_bytes for buffer, block_bytes in self.buffers for point in buffer.release_points()]
+        return max(self.num_blocks - max(reached), 0) if reached else 0
+
+    def stats(self) -> CacheStats:
+        """`KVCache.stats`."""
+        kept = [copy for copy in self._asleep.values() if copy is not None]
+        pinned = {id(each): each.num_bytes for each in (*(copy.pinned for copy in kept), self._pinned) if each}
+        committed_bytes, mapped_bytes = self.committed_bytes, self.mapped_bytes
+        return CacheStats(
+            state=self.state,
+            capacity=self.capacity,
+            num_blocks=self.num_blocks,
+            reserved_bytes=self.reserved_bytes,
+            committed_bytes=committed_bytes,
+            mapped_bytes=mapped_bytes,
+            padding_bytes=max(mapped_bytes - committed_bytes, 0),  # while segments alias, they share one granule
+            pooled_bytes=sum(buffer.pooled_bytes for buffer, _ in self.buffers),
+            stray_bytes=sum(buffer.stray_bytes for buffer, _ in self.buffers),
+            host_bytes=sum(pinned.values()),
+            num_handles=sum(buffer.num_handles for buffer, _ in self.buffers),
+            epoch=self.epoch,
+            extends=self.extends,
+            shrinks=self.shrinks,
+            sleeps=self.sleeps,
+            failures=self.failures,
+        )
+
+    def watch(self, callback: Callable[[MemoryChange], object]) -> Callable[[], None]:
+        """`KVCache.watch`."""
+        self._watchers.append(callback)
+        return lambda: self._watchers.remove(callback) if callback in self._watchers else None
+
+    # Growing.
 
     def extend(self, num_blocks: int) -> None:
         """`KVCache.extend` for a number of blocks within the capacity."""
         with self.growing(num_blocks):
             pass
 
-    @contextmanager
-    def growing(self, target: int) -> Iterator[None]:
-        """`extend` in two steps, for owners that must agree with others in between (ranks, several caches).
+    def extend_async(self, num_blocks: int) -> Future[None]:
+        """`KVCache.extend_async` for a number of blocks within the capacity."""
+        self._require_changeable("extend_async")
+        future: Future[None] = Future()
 
-        Entering maps and zeroes everything and shows none of it; the body runs with the lock held; leaving it normally
-        publishes the blocks, an exception from it (or from either step) leaves all as it was.
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                with self.growing(num_blocks, paced=True):
+                    pass
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        # Not a daemon: the interpreter waits for it at exit, instead of tearing the driver down under it.
+        threading.Thread(target=work, name="triton_kv extend").start()
+        return future
+
+    @contextmanager
+    def growing(self, target: int, *, paced: bool = False) -> Iterator[None]:
+        """`extend` in two steps: maps and zeroes everything, and on leaving publishes the blocks.
+
+        `paced` zeroes slowly, so that a device that serves meanwhile keeps most of its bandwidth.
         """
         with self._lock:
             self._require_changeable("extend")
@@ -151,15 +300,27 @@ class BlockStore:
             before, started, prepared = self.num_blocks, time.perf_counter(), False
             try:
                 with self._changing() as transaction:
-                    self._grow(target, transaction)
+                    if self._alias == "wanted" and self._fits_one_granule(target):
+                        self._set("_alias", "on", transaction)
+                        for buffer, block_bytes in self.buffers:
+                            buffer.alias_(target * block_bytes, transaction)
+                    else:
+                        if self._alias == "on":
+                            self._take_out_aliases(transaction)
+                        self._set("_alias", "no", transaction)
+                        self._grow(target, transaction, paced=paced)
                     self.memory.wait()  # zeroed before the watermark moves
+                    self._announce(MemoryChange("after", before, target, self.epoch), transaction)
                     prepared = True
                     yield
                     self._publish(target, transaction)
             except DriverError as error:
                 if prepared or not error.out_of_memory:
                     raise
-                raise self._out_of_memory(target, list(error.undo_failures)) from error
+                raise self._out_of_memory(target, f"extend({target})", list(error.undo_failures)) from error
+            self.extends += 1
+            for buffer, _ in self.buffers:
+                warn(self.memory, "a handle could not be released yet", buffer.settle_())
             logger.info(
                 "extended from %d to %d blocks: %.2f GiB committed, %.2f GiB mapped, in %.1f ms",
                 before,
@@ -169,13 +330,26 @@ class BlockStore:
                 (time.perf_counter() - started) * 1e3,
             )
 
-    def _grow(self, target: int, transaction: Transaction) -> None:
+    def _grow(self, target: int, transaction: Transaction, *, paced: bool) -> None:
         """Maps the new blocks of all buffers and queues their zeroing: short ranges of all of them in one launch."""
         first, count = self.num_blocks, target - self.num_blocks
         for buffer, block_bytes in self.buffers:
-            buffer.grow_(target * block_bytes, transaction, zero_new=not self.zeroing.takes(count * block_bytes))
+            later = self.zeroing.takes(count * block_bytes)
+            buffer.grow_(target * block_bytes, transaction, zero_new=not later, paced=paced)
         transaction.undo(self.memory.wait)  # a failure must not unmap what a kernel that did start is still writing
         self.zeroing.zero_new(first, count)
+
+    def _fits_one_granule(self, num_blocks: int) -> bool:
+        return all(num_blocks * block_bytes <= self.memory.granularity for _, block_bytes in self.buffers)
+
+    def _take_out_aliases(self, transaction: Transaction) -> None:
+        """The shared granules go, and with them what block 0 held; what comes instead is other memory."""
+        self._announce(MemoryChange("before", self.num_blocks, 0, self.epoch + 1), transaction)
+        self._publish(0, transaction)
+        self.memory.synchronize()
+        self._set("epoch", self.epoch + 1, transaction)
+        for buffer, _ in self.buffers:
+            buffer.shrink_(0, transaction)
 
     def add_buffers(self, buffers: Sequence[StoredBuffer], publish: Callable[[], None]) -> None:
         """Brings new buffers to the committed blocks, zeroed, and only then makes them part of every later change.
@@ -191,6 +365,8 @@ class BlockStore:
                     for buffer, block_bytes in buffers:
                         buffer.grow_(self.num_blocks * block_bytes, transaction)
                     self.memory.wait()
+                    transaction.undo(self.zeroing.table.set, self.zeroing.table.segments)
+                    self.zeroing.table.set(self.zeroing.table.segments + _segments(buffers))
                     publish()
             except DriverError as error:
                 if not error.out_of_memory:
@@ -201,7 +377,258 @@ class BlockStore:
                 attach_failures(described, list(error.undo_failures))
                 raise described from error
             self.buffers = (*self.buffers, *buffers)
-            self.zeroing.table.add(_segments(buffers))
+
+    # Giving back.
+
+    def shrink(self, num_blocks: int, *, after: Waitable | None = None) -> Freed:
+        """`KVCache.shrink` for a number of blocks within 0 to `num_blocks`."""
+        with self.shrinking(num_blocks, after=after) as progress:
+            pass
+        return self._freed(progress)
+
+    @contextmanager
+    def shrinking(self, target: int, *, after: Waitable | None = None) -> Iterator[Progress]:
+        """`shrink` in two steps: takes memory out, still in reach of an undo, and on leaving gives it back."""
+        with self._lock:
+            self._require_changeable("shrink")
+            if target > self.num_blocks:
+                raise ValueError(f"shrink({target}) of {self.num_blocks} committed blocks: use extend to grow")
+            progress = Progress([buffer for buffer, _ in self.buffers])
+            before = self.num_blocks
+            changes = any(buffer.changes_at(target * block_bytes) for buffer, block_bytes in self.buffers)
+            if not changes and target == before:
+                yield progress
+                progress.finish()  # handles that the driver refused to release
+                return
+            with self._changing() as transaction:
+                epoch = self.epoch + changes
+                self._announce(MemoryChange("before", before, target, epoch), transaction)
+                self._publish(target, transaction)
+                self._wait_for(after)  # also where nothing is unmapped: work must not write to blocks that come back
+                self._set("epoch", epoch, transaction)
+                for buffer, block_bytes in self.buffers:
+                    buffer.shrink_(target * block_bytes, transaction)
+                for buffer, _ in self.buffers:
+                    progress.prepare(buffer.cut(), transaction)
+                self._announce(MemoryChange("after", before, target, epoch), transaction)
+                yield progress
+            self.shrinks += 1
+            self._finish(progress)
+            if self.checked and self.elastic:
+                self._poison_tails()
+            logger.info("shrank from %d to %d blocks: %.2f GiB mapped", before, target, self.mapped_bytes / GIB)
+
+    def _poison_tails(self) -> None:
+        """What is mapped behind the last block, so that a stale read of it is seen."""
+        granularity = self.memory.granularity
+        with self.memory.activate():
+            for buffer, block_bytes in self.buffers if self.num_blocks else ():
+                start = self.num_blocks * block_bytes
+                for segment in range(buffer.num_segments):
+                    address = buffer.address_of(segment, start)
+                    size = min(-address % granularity, buffer.segment_capacity_bytes - start)
+                    if size:
+                        self.memory.fill(address, size, POISON)
+            self.memory.wait()
+
+    def coalesce(self) -> CoalesceReport:
+        """`KVCache.coalesce`."""
+        with self._lock:
+            self._require_changeable("coalesce")
+            jobs = [job for buffer, _ in self.buffers for job in buffer.scattered()]
+            extra_bytes = max((job.num_bytes for job in jobs), default=0)
+            progress = Progress([buffer for buffer, _ in self.buffers])
+            if jobs:
+                with self._changing() as transaction:
+                    epoch = self.epoch + 1
+                    self._announce(MemoryChange("before", self.num_blocks, self.num_blocks, epoch), transaction)
+                    self.memory.synchronize()
+                    self._set("epoch", epoch, transaction)
+                    progress.prepare(jobs, transaction)
+                    self._announce(MemoryChange("after", self.num_blocks, self.num_blocks, epoch), transaction)
+                self._finish(progress)
+                progress.require_all("coalesce")
+            return CoalesceReport(len(jobs), extra_bytes, sum(buffer.num_handles for buffer, _ in self.buffers))
+
+    def coalesce_bytes(self) -> int:
+        """Memory that `coalesce` would need for a moment."""
+        return max((job.num_bytes for buffer, _ in self.buffers for job in buffer.scattered()), default=0)
+
+    def trim(self, limit_bytes: int = 0) -> int:
+        """`KVCache.trim`."""
+        with self._lock:
+            self._require_changeable("trim")
+            with self.memory.activate():
+                return sum(buffer.trim(limit_bytes) for buffer, _ in self.buffers)
+
+    # Sleeping.
+
+    def prepare_sleep(self, num_blocks: int | None = None) -> float:
+        """`KVCache.prepare_sleep`."""
+        with self._lock:
+            self._require_changeable("prepare_sleep")
+            num_bytes = (self.num_blocks if num_blocks is None else num_blocks) * self.block_bytes
+            if not num_bytes or (self._pinned is not None and self._pinned.num_bytes >= num_bytes):
+                return 0.0
+            started = time.perf_counter()
+            pinned, self._pinned = self._pinned, PinnedBuffer(self.memory, num_bytes)
+            if pinned is not None:
+                pinned.free()
+            return time.perf_counter() - started
+
+    def sleep(
+        self,
+        *,
+        keep: str | None = None,
+        live: Iterable[int] | None = None,
+        only: Sequence[int] | None = None,
+        after: Waitable | None = None,
+    ) -> SleepReport:
+        """`KVCache.sleep`; `only` are the numbers of the buffers that sleep, all by default."""
+        with self.sleeping(keep=keep, live=live, only=only, after=after) as nap:
+            pass
+        return SleepReport(self._freed(nap.progress), nap.host_bytes, nap.pin_seconds, nap.copy_seconds)
+
+    @contextmanager
+    def sleeping(
+        self,
+        *,
+        keep: str | None = None,
+        live: Iterable[int] | None = None,
+        only: Sequence[int] | None = None,
+        after: Waitable | None = None,
+    ) -> Iterator[Nap]:
+        """`sleep` in two steps: copies and takes memory out, still in reach of an undo; on leaving gives it back."""
+        if keep not in (None, "host"):
+            raise ValueError(f'keep must be None or "host", got {keep!r}')
+        if live is not None and keep is None:
+            raise ValueError('live blocks are kept only with keep="host"')
+        with self._lock:
+            chosen = sorted(set(range(len(self.buffers)) if only is None else only))
+            self._require_changeable("sleep", awake=chosen)
+            num_blocks = self._blocks_asleep if self._asleep else self.num_blocks
+            blocks = range(num_blocks) if live is None else check_live(live, num_blocks)
+            nap = Nap(Progress([self.buffers[index].buffer for index in chosen]))
+            pinned = self._pin(nap, len(blocks), chosen) if keep else None
+            try:
+                with self._changing() as transaction:
+                    epoch = self.epoch + 1
+                    all_asleep = len(self._asleep) + len(chosen) == len(self.buffers)
+                    remaining = 0 if all_asleep else self.num_blocks
+                    self._announce(MemoryChange("before", self.num_blocks, remaining, epoch), transaction)
+                    if all_asleep:
+                        self._publish(0, transaction)
+                    self._wait_for(after)
+                    copies = self._save(nap, pinned, blocks, chosen)
+                    self._set("epoch", epoch, transaction)
+                    self._set("_alias", "no", transaction)
+                    for index in chosen:
+                        self.buffers[index].buffer.shrink_(0, transaction)
+                    self._set("_asleep", {**self._asleep, **copies}, transaction)
+                    self._set("_blocks_asleep", num_blocks, transaction)
+                    self._announce(MemoryChange("after", num_blocks, remaining, epoch), transaction)
+                    yield nap
+            except BaseException as error:
+                self._unpin(pinned, error)
+                raise
+            self.sleeps += 1
+            self._finish(nap.progress)
+            logger.info("asleep: %d blocks, %.2f GiB kept on the host", num_blocks, nap.host_bytes / GIB)
+
+    def _pin(self, nap: Nap, num_blocks: int, chosen: Sequence[int]) -> PinnedBuffer | None:
+        """Host memory for the copies: what `prepare_sleep` made if that is enough, else made now."""
+        num_bytes = num_blocks * sum(
+            self.buffers[index].block_bytes * self.buffers[index].buffer.num_segments for index in chosen
+        )
+        if not num_bytes:
+            return None
+        in_use = {id(copy.pinned) for copy in self._asleep.values() if copy is not None}
+        if self._pinned is not None and self._pinned.num_bytes >= num_bytes and id(self._pinned) not in in_use:
+            return self._pinned
+        started = time.perf_counter()
+        pinned = PinnedBuffer(self.memory, num_bytes)
+        nap.pin_seconds = time.perf_counter() - started
+        return pinned
+
+    def _save(
+        self, nap: Nap, pinned: PinnedBuffer | None, blocks: Sequence[int], chosen: Sequence[int]
+    ) -> dict[int, HostCopy | None]:
+        copies: dict[int, HostCopy | None] = dict.fromkeys(chosen)
+        if pinned is None:
+            return copies
+        started = time.perf_counter()
+        runs = block_runs(blocks)
+        for index in chosen:
+            copy = HostCopy(*self.buffers[index], runs, pinned, nap.host_bytes)
+            copy.save()
+            copies[index] = copy
+            nap.host_bytes += copy.num_bytes
+        self.memory.wait()
+        nap.copy_seconds = time.perf_counter() - started
+        return copies
+
+    def wake(self, only: Sequence[int] | None = None) -> WakeReport:
+        """`KVCache.wake`; `only` are the numbers of the buffers that wake, all that sleep by default."""
+        with self.waking(only) as report:
+            pass
+        return report
+
+    @contextmanager
+    def waking(self, only: Sequence[int] | None = None) -> Iterator[WakeReport]:
+        """`wake` in two steps: maps, zeroes and restores everything, and on leaving publishes the blocks."""
+        with self._lock:
+            self.require_usable()
+            if self.memory.is_capturing():
+                raise CaptureError("wake")
+            chosen = [index for index in self._asleep if only is None or index in only]
+            if not chosen:
+                yield WakeReport(self.num_blocks, 0, 0.0, 0.0)
+                return
+            target, prepared = self._blocks_asleep, False
+            copies = [copy for copy in (self._asleep[index] for index in chosen) if copy is not None]
+            try:
+                with self._changing() as transaction:
+                    started = time.perf_counter()
+                    for index in chosen:
+                        buffer, block_bytes = self.buffers[index]
+                        buffer.grow_(target * block_bytes, transaction)
+                    self.memory.wait()
+                    mapped = time.perf_counter()
+                    transaction.undo(self.memory.wait)
+                    for copy in copies:
+                        copy.restore()
+                    self.memory.wait()
+                    report = WakeReport(
+                        target, sum(copy.num_bytes for copy in copies), mapped - started, time.perf_counter() - mapped
+                    )
+                    self._set("epoch", self.epoch + 1, transaction)
+                    self._announce(MemoryChange("after", self.num_blocks, target, self.epoch), transaction)
+                    prepared = True
+                    yield report
+                    left = {index: copy for index, copy in self._asleep.items() if index not in chosen}
+                    self._set("_asleep", left, transaction)
+                    self._publish(target, transaction)
+            except DriverError as error:
+                if prepared or not error.out_of_memory:
+                    raise
+                raise self._out_of_memory(target, "wake()", list(error.undo_failures)) from error
+            for copy in copies:
+                self._unpin(copy.pinned)
+            logger.info("awake: %d blocks, %.2f GiB restored from the host", target, report.host_bytes / GIB)
+
+    def _unpin(self, pinned: PinnedBuffer | None, error: BaseException | None = None) -> None:
+        """Free host memory that no copy needs any more; a failure is noted, and tried again when the owner dies."""
+        in_use = [copy.pinned for copy in self._asleep.values() if copy is not None]
+        if pinned is None or pinned is self._pinned or pinned in in_use:
+            return
+        try:
+            pinned.free()
+        except Exception as failure:
+            if error is not None:
+                error.add_note(f"and then {type(failure).__name__}: {failure}")
+            warn(self.memory, "pinned host memory could not be given back yet", [failure])
+
+    # Steps of every change.
 
     @contextmanager
     def _changing(self) -> Iterator[Transaction]:
@@ -210,8 +637,11 @@ class BlockStore:
         try:
             with self.memory.activate(), transaction:
                 yield transaction
+        except BaseException:
+            self.failures += 1
+            raise
         finally:
-            if transaction.undo_failures:
+            if transaction.undo_failures or any(buffer.broken for buffer, _ in self.buffers):
                 self._state = "broken"
 
     def _publish(self, num_blocks: int, transaction: Transaction) -> None:
@@ -220,6 +650,9 @@ class BlockStore:
         self._set_count(num_blocks)
 
     def _set_count(self, num_blocks: int) -> None:
+        """Up: the watermark first; down: the count. So the host never believes in more than kernels do."""
+        if num_blocks < self.num_blocks:
+            self.num_blocks = num_blocks
         self._set_watermark(num_blocks)
         self.num_blocks = num_blocks
 
@@ -230,7 +663,45 @@ class BlockStore:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _out_of_memory(self, target: int, undo_failures: list[BaseException]) -> OutOfMemory:
+    def _set(self, name: str, value: object, transaction: Transaction) -> None:
+        transaction.undo(setattr, self, name, getattr(self, name))
+        setattr(self, name, value)
+
+    def _announce(self, change: MemoryChange, transaction: Transaction) -> None:
+        """Tell the watchers; the undo tells them the opposite."""
+        opposite = MemoryChange(
+            "before" if change.phase == "after" else "after", change.num_blocks, change.old_num_blocks, self.epoch
+        )
+        for watcher in self._watchers:
+            watcher(change)
+            transaction.undo(watcher, opposite)
+
+    def _wait_for(self, after: Waitable | None) -> None:
+        if after is None:
+            self.memory.synchronize()
+        else:
+            after.synchronize()
+
+    def _finish(self, progress: Progress) -> None:
+        """After a commit: nothing is undone any more, what fails is reported and tried again later."""
+        try:
+            with self.memory.activate():
+                progress.finish()
+        finally:
+            if any(buffer.broken for buffer in progress.buffers):
+                self._state = "broken"
+        freed = progress.freed()
+        if freed.kept_bytes:
+            logger.warning(
+                "%d bytes stay mapped for now, which a later shrink gives back: %s",
+                freed.kept_bytes,
+                "; ".join(freed.reasons),
+            )
+
+    def _freed(self, progress: Progress) -> Freed:
+        return progress.freed() if self.elastic else Freed(0)
+
+    def _out_of_memory(self, target: int, operation: str, undo_failures: list[BaseException]) -> OutOfMemory:
         free_bytes, _ = self.memory.memory_info()
         would_fit = largest_fit(self.mapped_bytes_at, self.mapped_bytes + free_bytes, self.capacity)
         described = OutOfMemory(
@@ -238,10 +709,12 @@ class BlockStore:
             free_bytes,
             would_fit=would_fit,
             unit="blocks",
-            detail=f"extend({target}) from {self.num_blocks} blocks",
+            detail=f"{operation} from {self.num_blocks} blocks",
         )
         attach_failures(described, undo_failures)
         return described
+
+    # The end.
 
     def close(self, drop_views: Callable[[], None]) -> None:
         """`KVCache.close`. `drop_views` is called once nothing refuses any more: addresses go with the last view."""
@@ -264,11 +737,16 @@ class BlockStore:
 
     def _free(self) -> None:
         failures: list[BaseException] = []
-        for buffer, _ in self.buffers:
+        kept = [copy.pinned for copy in self._asleep.values() if copy is not None]
+        owned: list[ExtensibleTensor | PinnedBuffer] = [buffer for buffer, _ in self.buffers]
+        for each in (*owned, *kept, *([self._pinned] if self._pinned else ())):
             try:
-                buffer.free()
+                each.free()
             except Exception as failure:
                 failures.append(failure)
+        if not failures:
+            self._asleep = {}
+            self._pinned = None
         raise_together(failures)
 
     # Watching.
@@ -276,10 +754,17 @@ class BlockStore:
     def check(self, *, reset: bool = False) -> CheckReport:
         """`KVCache.check`."""
         self.require_usable()
-        _, count, kind, row, value, *_ = self.control.tolist()
+        report = CheckReport.of(self.control.tolist())
         if reset:
             self.control[1:5].zero_()
-        return CheckReport(count, ERROR_KINDS.get(kind, str(kind)), row, value)
+            self._errors.clear()
+        return report
+
+    def poll_errors(self) -> CheckReport:
+        """`KVCache.poll_errors`."""
+        self.require_usable()
+        with self.memory.activate():
+            return self._errors.poll()
 
     def require_open(self) -> None:
         if self._state == "closed":
@@ -291,16 +776,86 @@ class BlockStore:
         self.require_open()
         if self._state == "broken":
             raise Broken(
-                "an earlier extend failed and could not be undone; close() frees what it can, then reserve anew"
+                "an earlier change failed and could not be undone; close() frees what it can, then reserve anew"
             )
 
-    def require_committed(self) -> None:
+    def require_committed(self, buffer: int | None = None) -> None:
+        """Whether ops may use the blocks: of one of the buffers, or of all of them."""
         if self._state != "open" or os.getpid() != self._pid:
             self.require_usable()
+        if self._asleep and (buffer is None or buffer in self._asleep):
+            raise Asleep("use of the cache")
         if self.num_blocks == 0:
             raise NothingCommitted("no block is committed yet: call extend(1) or more before using the cache")
+        if self.checked and not self.memory.is_capturing():
+            report = self.poll_errors()
+            if not report.ok:
+                raise BadAccess(
+                    f"{report.num_errors} accesses outside the {self.num_blocks} committed blocks were masked or "
+                    f"dropped, the first a {report.kind} at row {report.row}: {report.value}; "
+                    "check(reset=True) clears the count"
+                )
 
-    def _require_changeable(self, operation: str) -> None:
+    def _require_changeable(self, operation: str, awake: Sequence[int] | None = None) -> None:
+        """Refuse what may not be changed now. `awake`: the buffers that it is about; None is all of them."""
         self.require_usable()
+        if any(awake is None or index in awake for index in self._asleep):
+            raise Asleep(operation)
         if self.memory.is_capturing():
             raise CaptureError(operation)
+
+
+class Nap:
+    """What a sleep did so far."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.host_bytes = 0
+        self.pin_seconds = 0.0
+        self.copy_seconds = 0.0
+
+
+class ErrorPoll:
+    """Reads the control block's error words without waiting for anything that runs.
+
+    On a GPU it looks at a copy that an earlier poll queued, on a stream that no other is ordered with, so what kernels
+    report shows one poll late.
+    """
+
+    def __init__(self, control: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
+        self._control = control
+        self._stream = stream
+        self._seen = CheckReport.of([0] * CONTROL_WORDS)
+        self._words: torch.Tensor | None = None  # pinned
+        self._copied: torch.cuda.Event | None = None
+
+    def poll(self) -> CheckReport:
+        if self._stream is None:
+            self._seen = CheckReport.of(self._control.tolist())
+            return self._seen
+        if self._words is None or self._copied is None:
+            self._words = torch.zeros(CONTROL_WORDS, dtype=torch.int32, pin_memory=True)
+            self._copied = torch.cuda.Event()
+        elif not self._copied.query():
+            return self._seen
+        self._seen = CheckReport.of(self._words.tolist())
+        with torch.cuda.stream(self._stream):
+            self._words.copy_(self._control, non_blocking=True)
+            self._copied.record()
+        return self._seen
+
+    def clear(self) -> None:
+        """Forget what was seen, also in a copy that is under way."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._words = None
+        self._seen = CheckReport.of([0] * CONTROL_WORDS)
+
+
+def check_live(live: Iterable[int], num_blocks: int) -> list[int]:
+    """Block ids, ascending and each once. Raises `ValueError` for one that is not committed."""
+    blocks = sorted({int(block) for block in live})
+    if blocks and not (blocks[0] >= 0 and blocks[-1] < num_blocks):
+        bad = blocks[0] if blocks[0] < 0 else blocks[-1]
+        raise ValueError(f"live block {bad} is not one of the {num_blocks} committed blocks")
+    return blocks

@@ -31,7 +31,7 @@ class SegmentTable:
     """Addresses and block sizes of all segments, on the device.
 
     A launch that was captured reads the table when it is replayed: the header, one word whose address never changes,
-    says where it is. `add` makes a new table and leaves the old one to kernels that still run.
+    says where it is. `set` makes a new table and leaves the old one to kernels that still run.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,9 +41,13 @@ class SegmentTable:
         self.num_rows = 0
         self._tables: list[torch.Tensor] = []  # [1 + num_rows, 4] each; all that a running kernel may still read
 
-    def add(self, segments: Sequence[tuple[int, int]]) -> None:
-        """Makes more segments part of the table; the host waits until the device sees them."""
-        self.segments += segments
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self._stream is not None:  # the header is made on the caller's stream and written on this one
+            torch.cuda.current_stream(device).synchronize()
+
+    def set(self, segments: Sequence[tuple[int, int]]) -> None:
+        """Makes these the segments of the table; the host waits until the device sees them."""
+        self.segments = list(segments)
         first = [(address, size, 0, min(PIECE_BYTES, size)) for address, size in self.segments]
         others = [
             (address, size, offset, min(PIECE_BYTES, size - offset))
@@ -51,15 +55,12 @@ class SegmentTable:
             for offset in range(PIECE_BYTES, size, PIECE_BYTES)
         ]
         num_rows = len(first) + len(others)
-        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        if stream is not None:  # the header may still be written by the stream it was made on
-            torch.cuda.current_stream(self.device).synchronize()
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self._stream):
             table = torch.tensor([(num_rows, 0, 0, 0), *first, *others], dtype=torch.int64).to(self.device)
             self._tables.append(table)
             self.header.fill_(table.data_ptr())
-        if stream is not None:
-            stream.synchronize()
+        if self._stream is not None:
+            self._stream.synchronize()
         self.num_rows = num_rows
 
     def range_launch(self, first_block: int, num_blocks: int, *, limit_bytes: int) -> Launch:

@@ -24,6 +24,15 @@ def _grow(reservation: Reservation, *ranges: tuple[int, int]) -> list[int]:
     return order
 
 
+def _shrink(reservation: Reservation, *ranges: tuple[int, int]) -> tuple[int, list[BaseException]]:
+    """Bytes given back, and what could not be."""
+    with Transaction() as transaction:
+        reservation.take_out(reservation.unneeded(ranges), transaction)
+    before = reservation.held_bytes
+    failures = reservation.settle()
+    return before - reservation.held_bytes, failures
+
+
 def _granules(ranges: list[tuple[int, int]], granularity: int = G) -> set[int]:
     return {
         granule
@@ -99,7 +108,8 @@ def test_mapped_is_the_union_of_granules(
     assert reservation.mapped_bytes == len(mapped) * G
     runs = [(run.start, run.end - run.start) for run in reservation._estate.runs]
     staying = [run for run in runs if any(run[0] < o + s and o < sum(run) for o, s in kept if s)]
-    released = reservation.release_outside(kept)
+    released, failures = _shrink(reservation, *kept)
+    assert not failures
     assert released == (len(mapped) - len(_granules(staying))) * G
     assert reservation.mapped_bytes == len(_granules(staying)) * G
     assert memory.memory_info()[1] - memory.memory_info()[0] == reservation.mapped_bytes
@@ -117,10 +127,10 @@ def test_failed_unmap_leaves_everything_mapped() -> None:
     view[: 4 * G] = 9
     memory.fail("unmap", 3)
     with pytest.raises(DriverError, match="unmap failed with EIO"):
-        reservation.release_outside([(0, 1)])
+        _shrink(reservation, (0, 1))
     assert inner.live == (1, 4, 4)
     assert (view[: 4 * G] == 9).all()
-    assert reservation.release_outside([(0, 1)]) == 3 * G
+    assert _shrink(reservation, (0, 1)) == (3 * G, [])
     assert reservation.mapped_bytes == G
     reservation.close()
 
@@ -132,25 +142,14 @@ def test_failed_release_is_tried_again() -> None:
     for start in range(4):
         _grow(reservation, (start * G, G))
     memory.fail("release", 2)
-    with pytest.raises(DriverError, match="release failed with EIO"):
-        reservation.release_outside([])
+    released, failures = _shrink(reservation)
+    assert [str(failure) for failure in failures] == ["release failed with EIO: injected"]
+    assert released == 3 * G
     assert inner.live == (1, 1, 0)
-    assert (reservation.mapped_bytes, reservation.num_handles) == (0, 1)
-    assert reservation.release_outside([]) == 0
+    assert (reservation.mapped_bytes, reservation.stray_bytes, reservation.num_handles) == (0, G, 1)
+    assert _shrink(reservation) == (G, [])
     assert inner.live == (1, 0, 0)
     reservation.close()
-
-
-def test_release_waits_for_the_device_first() -> None:
-    memory = FaultyMemory(FakeMemory(G))
-    reservation = Reservation(memory, 8 * G)
-    _grow(reservation, (0, 8 * G))
-    memory.fail("unmap")
-    with pytest.raises(DriverError):
-        reservation.release_outside([])
-    assert memory.calls["synchronize"] == 1
-    reservation.close()
-    assert memory.calls["synchronize"] == 2
 
 
 def test_address_space_exhausted_leaves_nothing() -> None:
@@ -170,7 +169,7 @@ def test_closed_reservation_refuses_use() -> None:
     reservation.close()
     for use in (
         lambda: reservation.view(0, 1),
-        lambda: reservation.release_outside([]),
+        lambda: _shrink(reservation),
         lambda: _grow(reservation, (0, 1)),
     ):
         with pytest.raises(Closed, match="reserve a new one"):

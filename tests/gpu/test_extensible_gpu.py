@@ -92,8 +92,8 @@ def test_shrink_and_regrow(memory: PoisonedMemory) -> None:
         segment.fill_(0xCD)
     torch.cuda.synchronize()
     free = memory.memory_info()[0]
-    assert buffer.shrink_per_segment_(2 * G + 5) == 2 * 8 * G
-    assert memory.memory_info()[0] - free == 2 * 8 * G
+    assert buffer.shrink_per_segment_(2 * G + 5) == 2 * 9 * G
+    assert memory.memory_info()[0] - free == 2 * 9 * G
     buffer.resize_per_segment_(12 * G, zero_new=True)
     for segment in _segments(buffer):
         assert bool((segment[: 2 * G + 5] == 0xCD).all())

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 
 import torch
 
 from triton_kv.errors import Forked, Unavailable
+from triton_kv.memory.allocated import AllocatedMemory
 from triton_kv.memory.books import Live
 from triton_kv.memory.cuda import CudaMemory, why_unusable
 from triton_kv.memory.fake import FakeMemory
 from triton_kv.memory.faults import FaultyMemory
 from triton_kv.memory.host import HostMemory
 from triton_kv.memory.poison import PoisonedMemory
+from triton_kv.memory.policy import HandlePolicy
 from triton_kv.memory.protocol import VirtualMemory
+
+logger = logging.getLogger(__name__)
 
 _open: dict[torch.device, tuple[int, VirtualMemory]] = {}  # with the process that opened it
 _lock = threading.Lock()
@@ -68,6 +73,21 @@ def open_memory(device: torch.device | str | int | None = None) -> VirtualMemory
         return memory
 
 
+def open_or_allocate(device: torch.device | str | int | None, fallback: str | None) -> VirtualMemory:
+    """`open_memory`, or plain torch memory where that raises `Unavailable` and `fallback` is "allocate"."""
+    if fallback not in (None, "allocate"):
+        raise ValueError(f'fallback must be None or "allocate", got {fallback!r}')
+    try:
+        return open_memory(device)
+    except Unavailable as error:
+        if fallback is None:
+            raise Unavailable(
+                f'{error.reason}. KVCache.reserve(..., fallback="allocate") allocates the whole capacity with torch'
+            ) from error
+        logger.warning("no virtual memory, so all of a cache is allocated at once: %s", error.reason)
+        return AllocatedMemory(torch.device("cuda" if device is None else device), error.reason)
+
+
 def names_device(device: torch.device | str | None, actual: torch.device) -> bool:
     """Whether `device` names `actual`: the same type, and the same index where it states one; None names any."""
     if device is None:
@@ -83,14 +103,17 @@ def _cuda_index(device: torch.device) -> int:
 
 
 __all__ = [
+    "AllocatedMemory",
     "CudaMemory",
     "FakeMemory",
     "FaultyMemory",
+    "HandlePolicy",
     "HostMemory",
     "Live",
     "PoisonedMemory",
     "VirtualMemory",
     "names_device",
     "open_memory",
+    "open_or_allocate",
     "probe",
 ]

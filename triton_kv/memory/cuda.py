@@ -194,6 +194,21 @@ class CudaMemory:
         with self.activate(), torch.cuda.device(self.device), torch.cuda.stream(self._torch_stream):
             work()
 
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        if num_bytes > 0:
+            with self.activate():
+                self._call("cuMemcpyAsync", target, source, num_bytes, self._stream)
+
+    def pin(self, num_bytes: int) -> int:
+        with (
+            self.activate()
+        ):  # not torch's pinned memory: its allocator rounds to powers of two and keeps what is freed
+            return int(self._call("cuMemHostAlloc", num_bytes, 0, num_bytes=num_bytes))
+
+    def unpin(self, address: int, num_bytes: int) -> None:
+        with self.activate():
+            self._call("cuMemFreeHost", address)
+
     def wait(self) -> None:
         with self.activate():
             self._call("cuStreamSynchronize", self._stream)

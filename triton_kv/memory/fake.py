@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from triton_kv.errors import AddressSpaceExhausted, Forked, Unavailable
+from triton_kv.errors import AddressSpaceExhausted, DriverError, Forked, Unavailable
 from triton_kv.memory.books import Books, Live
 
 ADDRESS_SPACE_BYTES = 1 << 47  # what a process has on x86-64
@@ -36,11 +36,17 @@ class FakeMemory:
         # No address is reused and a granule lies between two reservations, so that an overrun hits no neighbour.
         self._next_address = granularity
         self._next_handle = 1
+        self._pinned: dict[int, int] = {}  # address -> bytes
 
     @property
     def live(self) -> Live:
         """Reservations, handles and mappings that were not given back."""
         return self._books.live
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host memory that was not given back."""
+        return sum(self._pinned.values())
 
     def reserve(self, num_bytes: int) -> int:
         self._check_process()
@@ -101,6 +107,29 @@ class FakeMemory:
         with self._books.lock:
             for index in range(count):
                 self._books.check_mapped("fill", address + index * stride, num_bytes, accessible=True)
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        self._check_process()
+        with self._books.lock:
+            for address in (target, source) if num_bytes > 0 else ():
+                pinned = any(start <= address and address + num_bytes <= start + n for start, n in self._pinned.items())
+                if not pinned:
+                    self._books.check_mapped("copy", address, num_bytes, accessible=True)
+
+    def pin(self, num_bytes: int) -> int:
+        self._check_process()
+        with self._books.lock:
+            address = self._next_address
+            self._next_address += -(-num_bytes // self.granularity) * self.granularity + self.granularity
+            self._pinned[address] = num_bytes
+        return address
+
+    def unpin(self, address: int, num_bytes: int) -> None:
+        self._check_process()
+        with self._books.lock:
+            if self._pinned.get(address) != num_bytes:
+                raise DriverError("unpin", "EINVAL", f"{address:#x} + {num_bytes} is not pinned")
+            del self._pinned[address]
 
     def wait(self) -> None:
         self._check_process()

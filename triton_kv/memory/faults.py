@@ -8,7 +8,21 @@ from triton_kv.errors import AddressSpaceExhausted, DriverError
 from triton_kv.memory.protocol import VirtualMemory
 from triton_kv.memory.wrapper import WrappedMemory
 
-CALLS = ("reserve", "create", "map", "set_access", "unmap", "release", "free", "fill", "wait", "synchronize")
+CALLS = (
+    "reserve",
+    "create",
+    "map",
+    "set_access",
+    "unmap",
+    "release",
+    "free",
+    "fill",
+    "copy",
+    "pin",
+    "unpin",
+    "wait",
+    "synchronize",
+)
 
 
 class FaultyMemory(WrappedMemory):
@@ -20,15 +34,16 @@ class FaultyMemory(WrappedMemory):
     def __init__(self, memory: VirtualMemory) -> None:
         super().__init__(memory)
         self.calls: Counter[str] = Counter()
-        self._planned: list[tuple[str, int, str]] = []  # call or "any", calls still to go, code
+        self._planned: list[tuple[str, int, str | BaseException]] = []  # call or "any", calls still to go, code
 
-    def fail(self, call: str, nth: int = 1, code: str | None = None) -> None:
+    def fail(self, call: str, nth: int = 1, code: str | BaseException | None = None) -> None:
         """Make the `nth` next `call` raise what the driver would raise for `code`. Several may be planned.
 
         Args:
             call: one of `CALLS`, or "any" for the `nth` next of them all.
             nth: 1 is the very next.
-            code: None is out of memory for `reserve` and `create`, and an unknown error for others.
+            code: None is out of memory for `reserve`, `create` and `pin`, and an unknown error for others. An exception
+                (such as `KeyboardInterrupt()`) is raised as it is.
         """
         if call not in CALLS and call != "any":
             raise ValueError(f"unknown call {call!r}: choose one of {', '.join(CALLS)} or 'any'")
@@ -47,7 +62,7 @@ class FaultyMemory(WrappedMemory):
 
     def _pass(self, call: str) -> None:
         self.calls[call] += 1
-        failing: str | None = None
+        failing: str | BaseException | None = None
         remaining = []
         for name, nth, code in self._planned:
             if name not in (call, "any"):
@@ -59,11 +74,13 @@ class FaultyMemory(WrappedMemory):
         self._planned = remaining
         if failing is None:
             return
+        if isinstance(failing, BaseException):
+            raise failing
         unknown = "CUDA_ERROR_UNKNOWN" if self.device.type == "cuda" else "EIO"
         exhausted = "CUDA_ERROR_OUT_OF_MEMORY" if self.device.type == "cuda" else "ENOMEM"
         if call == "reserve" and failing in ("", exhausted):
             raise AddressSpaceExhausted(call, exhausted, "injected")
-        raise DriverError(call, failing or (exhausted if call == "create" else unknown), "injected")
+        raise DriverError(call, failing or (exhausted if call in ("create", "pin") else unknown), "injected")
 
     def reserve(self, num_bytes: int) -> int:
         self._pass("reserve")
@@ -96,6 +113,18 @@ class FaultyMemory(WrappedMemory):
     def fill(self, address: int, num_bytes: int, value: int = 0, *, stride: int = 0, count: int = 1) -> None:
         self._pass("fill")
         super().fill(address, num_bytes, value, stride=stride, count=count)
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        self._pass("copy")
+        super().copy(target, source, num_bytes)
+
+    def pin(self, num_bytes: int) -> int:
+        self._pass("pin")
+        return super().pin(num_bytes)
+
+    def unpin(self, address: int, num_bytes: int) -> None:
+        self._pass("unpin")
+        super().unpin(address, num_bytes)
 
     def wait(self) -> None:
         self._pass("wait")

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from triton_kv.errors import AddressSpaceExhausted, DriverError, Forked
+from triton_kv.errors import AddressSpaceExhausted, DriverError, Forked, format_bytes
 from triton_kv.memory.books import Books, Live
 from triton_kv.memory.machine import machine_memory
 
@@ -65,6 +65,7 @@ class HostMemory:
         self._books = Books(granularity)
         self._pid = os.getpid()
         self._next_offset = granularity  # in the file; a handle is its offset, and none is ever used twice
+        self._pinned: dict[int, int] = {}  # address -> bytes
         self._refused: list[tuple[int, int]] = []  # handles that could not be punched out of the file yet
         self._file = os.memfd_create("triton_kv", os.MFD_CLOEXEC)
 
@@ -77,6 +78,11 @@ class HostMemory:
     def live(self) -> Live:
         """Reservations, handles and mappings that were not given back."""
         return self._books.live
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Memory of `pin` that was not given back."""
+        return sum(self._pinned.values())
 
     def reserve(self, num_bytes: int) -> int:
         self._check_process()
@@ -173,6 +179,28 @@ class HostMemory:
                     ctypes.memset(start, 0, first - start)
                     start = last
             ctypes.memset(start, value, end - start)
+
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        self._check_process()
+        ctypes.memmove(target, source, num_bytes)
+
+    def pin(self, num_bytes: int) -> int:
+        self._check_process()
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        with self._books.lock:
+            address = _libc().mmap(None, num_bytes, _ACCESS, flags, -1, 0)
+            if address == _MAP_FAILED:
+                raise DriverError("pin", errno.errorcode[ctypes.get_errno()], f"asked for {format_bytes(num_bytes)}")
+            self._pinned[address] = num_bytes
+        return address
+
+    def unpin(self, address: int, num_bytes: int) -> None:
+        self._check_process()
+        with self._books.lock:
+            if self._pinned.get(address) != num_bytes:
+                raise DriverError("unpin", "EINVAL", f"{address:#x} + {num_bytes} is not pinned")
+            self._call("munmap", address, num_bytes)
+            del self._pinned[address]
 
     def wait(self) -> None:
         self._check_process()

@@ -57,8 +57,21 @@ class VirtualMemory(Protocol):
         Asynchronous on a GPU, on a stream of the driver's own, in order with earlier fills and nothing else.
         """
 
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        """Queue: bytes from `source` on to `target` on, in order with fills and other copies.
+
+        Each address is the device's, mapped and accessible, or `pin`'s. The ranges do not overlap. Asynchronous on a
+        GPU.
+        """
+
+    def pin(self, num_bytes: int) -> int:
+        """Allocate host memory that `copy` reaches at the link's full speed; returns its address. May take seconds."""
+
+    def unpin(self, address: int, num_bytes: int) -> None:
+        """Give pinned memory back. No queued copy may touch it."""
+
     def wait(self) -> None:
-        """The host waits for the queued fills."""
+        """The host waits for the queued fills and copies."""
 
     def synchronize(self) -> None:
         """The host waits for all work on the device."""

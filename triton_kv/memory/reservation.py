@@ -1,178 +1,49 @@
-"""The ranges and handles of one reservation of addresses, and what happens to them when their owner dies."""
+"""The ranges and handles of one reservation of addresses."""
 
 from __future__ import annotations
 
-import logging
 import os
 from bisect import bisect_left, bisect_right, insort
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from triton_kv.errors import Broken, Closed, Forked, raise_together
+from triton_kv.errors import Broken, Closed, DriverError, Forked, raise_together
+from triton_kv.memory.estate import Estate, Lease, Run, abandon, reap, warn
+from triton_kv.memory.policy import HandlePolicy
 from triton_kv.memory.protocol import VirtualMemory
 from triton_kv.memory.transaction import Transaction
 
-logger = logging.getLogger(__name__)
-
 ByteRange = tuple[int, int]  # offset from the reservation's start, number of bytes
-
-
-class Run:
-    """One handle and where it is mapped, in bytes from the reservation's start."""
-
-    __slots__ = ("end", "handle", "mapped", "start")
-
-    def __init__(self, start: int, end: int) -> None:
-        self.start = start
-        self.end = end
-        self.handle: int | None = None
-        self.mapped = False
+Span = tuple[int, int]  # start, end: whole granules
 
 
 def _start(run: Run) -> int:
     return run.start
 
 
-class Estate:
-    """Everything of a reservation that must be given back one day: addresses, mappings, handles.
-
-    Failures are returned without their tracebacks, whose frames would keep the caller, and with it views, alive.
-    """
-
-    __slots__ = ("address", "memory", "num_bytes", "pid", "reported", "runs", "strays")
-
-    def __init__(self, memory: VirtualMemory, address: int, num_bytes: int) -> None:
-        self.memory = memory
-        self.address = address  # 0 once it is free
-        self.num_bytes = num_bytes
-        self.runs: list[Run] = []  # mapped, sorted, disjoint
-        self.strays: list[Run] = []  # not mapped, but their handle could not be released yet
-        self.pid = os.getpid()
-        self.reported = False
-
-    def clear(self) -> list[BaseException]:
-        """Wait for the device, unmap all, release all. What fails stays in the books and is returned."""
-        failures: list[BaseException] = []
-        if self.runs:
-            try:
-                self.memory.synchronize()
-            except Exception as failure:  # a context that died cannot be waited for, and nothing runs in it any more
-                failures.append(failure.with_traceback(None))
-        stuck = []
-        try:
-            while self.runs:
-                run = self.runs[-1]
-                try:
-                    self.memory.unmap(self.address + run.start, run.end - run.start)
-                except Exception as failure:
-                    failures.append(failure.with_traceback(None))
-                    stuck.append(run)
-                else:
-                    run.mapped = False
-                    self.strays.append(run)
-                self.runs.pop()
-        finally:
-            self.runs.extend(reversed(stuck))
-        return failures + self.release_strays()
-
-    def release_strays(self) -> list[BaseException]:
-        """Release the handles that are mapped nowhere. What fails stays in the books and is returned."""
-        failures: list[BaseException] = []
-        stuck = []
-        try:
-            while self.strays:
-                run = self.strays[-1]
-                try:
-                    if run.handle is not None:
-                        self.memory.release(run.handle)
-                        run.handle = None
-                except Exception as failure:
-                    failures.append(failure.with_traceback(None))
-                    stuck.append(run)
-                self.strays.pop()
-        finally:
-            self.strays.extend(stuck)
-        return failures
-
-    def give_back(self) -> list[BaseException]:
-        """Clear, and free the addresses if that went well."""
-        try:
-            with self.memory.activate():
-                failures = self.clear()
-                if self.address and not self.runs:
-                    self.memory.free(self.address, self.num_bytes)
-                    self.address = 0
-                return failures
-        except Exception as failure:
-            return [failure.with_traceback(None)]
-
-
-# What died without being closed, and closed ranges whose last view died. A finaliser only appends: a garbage collection
-# may run anywhere, also inside a capture, where there must be no driver call and no waiting for the device.
-_ORPHANS: deque[Estate] = deque()
-
-
-class Lease:
-    """Keeps a range of addresses reserved. The reservation holds it, and every view."""
-
-    __slots__ = ("estate",)
-
-    def __init__(self, estate: Estate) -> None:
-        self.estate = estate
-
-    # The default keeps the deque reachable while the interpreter takes modules apart.
-    def __del__(self, inherit: Callable[[Estate], None] = _ORPHANS.append) -> None:
-        inherit(self.estate)
-
-
-def reap(memory: VirtualMemory) -> list[BaseException]:
-    """Give back what dead owners left, whatever memory it is of; waits for a device that still has mappings among it.
-
-    Returns the failures that concern `memory` (others are logged). What failed is tried again by the next call; what a
-    forked child inherited is forgotten without a call; what belongs to a device whose current stream captures waits.
-    """
-    failures = []
-    for _ in range(len(_ORPHANS)):
-        try:
-            estate = _ORPHANS.popleft()
-        except IndexError:  # another thread reaps as well
-            break
-        if estate.pid != os.getpid():
-            continue
-        if estate.memory.is_capturing():
-            _ORPHANS.append(estate)
-            continue
-        problems = estate.give_back()
-        if estate.address or estate.strays:
-            _ORPHANS.append(estate)
-        if estate.memory is memory:
-            failures += problems
-        elif problems and not estate.reported:
-            estate.reported = True
-            _warn(estate.memory, f"{estate.num_bytes} bytes of a dead owner could not be given back yet", problems)
-    return failures
-
-
 class Reservation:
     """A range of addresses of which parts are backed by memory, in whole granules.
 
-    Each missing run of an `ensure` becomes one handle, cut at the run's end. Ranges are `(offset, num_bytes)` pairs in
-    bytes from the start, ascending and disjoint; they need not be whole granules. Not thread-safe: the owner locks.
+    Each missing run of an `ensure` becomes handles as the policy says, cut at the run's end. Ranges are
+    `(offset, num_bytes)` pairs in bytes from the start, ascending and disjoint; they need not be whole granules. Steps
+    that take a transaction can be undone until it commits; what they take out is only given back by `settle`, which the
+    owner calls afterwards. Not thread-safe: the owner locks.
 
     Args:
         memory: the driver.
         num_bytes: rounded up to whole granules.
+        policy: how runs are cut into handles, and how many bytes of unused handles are kept.
 
     Raises:
         AddressSpaceExhausted: nothing is reserved then.
     """
 
-    def __init__(self, memory: VirtualMemory, num_bytes: int) -> None:
-        _warn(memory, "what a dead owner left could not be given back yet", reap(memory))
+    def __init__(self, memory: VirtualMemory, num_bytes: int, policy: HandlePolicy | None = None) -> None:
+        warn(memory, "what a dead owner left could not be given back yet", reap(memory))
         self.memory = memory
         self.num_bytes = round_up(num_bytes, memory.granularity)
+        self.policy = policy or HandlePolicy()
         with memory.activate():
             self.address = memory.reserve(self.num_bytes)
         self._estate = Estate(memory, self.address, self.num_bytes)
@@ -186,13 +57,38 @@ class Reservation:
 
     @property
     def mapped_bytes(self) -> int:
-        """Physical bytes behind the reservation, in whole granules."""
-        return sum(run.end - run.start for run in self._estate.runs)
+        """Physical bytes behind the reservation, in whole granules; memory behind several addresses counts once."""
+        return sum(run.num_bytes for run in self._estate.runs if not run.is_alias)
+
+    @property
+    def pooled_bytes(self) -> int:
+        """Bytes of unused handles that are kept for the next growth."""
+        return sum(run.num_bytes for run in self._estate.pool)
+
+    @property
+    def stray_bytes(self) -> int:
+        """Bytes of handles that the driver refused to release; every change tries them again."""
+        return sum(run.num_bytes for run in self._estate.strays if not run.is_alias)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all handles that were not released, mapped or not."""
+        return sum(run.num_bytes for run in self._handles())
 
     @property
     def num_handles(self) -> int:
         """Handles that were not released, mapped or not."""
-        return len(self._estate.runs) + len(self._estate.strays)
+        return len(self._handles())
+
+    def _handles(self) -> list[Run]:
+        estate = self._estate
+        runs = (*estate.runs, *estate.leaving, *estate.strays, *estate.pool)
+        return [run for run in runs if not run.is_alias]
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The mapped handles, ascending."""
+        return tuple(self._estate.runs)
 
     def view(self, offset: int, num_bytes: int) -> torch.Tensor:
         """uint8 `[num_bytes]` from `offset` on, with a storage of its own that keeps the addresses reserved."""
@@ -202,6 +98,8 @@ class Reservation:
                 f"view of bytes [{offset}, {offset + num_bytes}) of a reservation of {self.num_bytes} bytes"
             )
         return self.memory.view(self.address + offset, num_bytes, self._lease)
+
+    # Growing.
 
     def ensure(
         self,
@@ -215,51 +113,142 @@ class Reservation:
         the next range.
         """
         self._check_usable()
-        memory, address, runs = self.memory, self.address, self._estate.runs
-        with memory.activate():
-            _warn(memory, "an old handle could not be released yet", self._estate.release_strays())
+        with self.memory.activate():
+            self._retry_strays()
             for index, (offset, num_bytes) in enumerate(ranges):
                 for start, end in self._missing(offset, num_bytes):
-                    run = Run(start, end)
-                    transaction.undo(self._drop, run)
-                    run.handle = memory.create(end - start)
-                    memory.map(address + start, end - start, run.handle)
-                    run.mapped = True
-                    insort(runs, run, key=_start)
-                    memory.set_access(address + start, end - start)
+                    chunk = self._chunk_bytes() or end - start
+                    for chunk_start in range(start, end, chunk):
+                        run = Run(chunk_start, min(chunk_start + chunk, end))
+                        self._create(run, transaction)
+                        self._map(run, transaction)
                 if on_mapped is not None:
                     on_mapped(index)
 
-    def release_outside(self, ranges: Sequence[ByteRange]) -> int:
-        """Unmap and release the whole handles that meet none of `ranges`; returns their bytes.
+    def alias(self, ranges: Sequence[ByteRange], transaction: Transaction) -> None:
+        """Map one granule of memory, the same one, behind every missing granule of `ranges`.
 
-        Waits for the device before it unmaps anything. A failure to unmap leaves all as it was. Handles that cannot be
-        released are kept in the books, the error is raised with the range already unmapped, and the next call of any
-        method tries them again.
+        They all show the same bytes. A handle is mapped whole, so every granule is unmapped on its own later.
         """
         self._check_usable()
-        starts = [offset for offset, _ in ranges]
-        kept = [(offset, num_bytes) for offset, num_bytes in ranges]
+        granularity = self.memory.granularity
+        with self.memory.activate():
+            owner: Run | None = None
+            for offset, num_bytes in ranges:
+                for start, end in self._missing(offset, num_bytes):
+                    for granule in range(start, end, granularity):
+                        run = Run(granule, granule + granularity)
+                        if owner is None:
+                            owner = run
+                            self._create(run, transaction)
+                        else:
+                            run.handle, run.is_alias = owner.handle, True
+                        self._map(run, transaction)
 
-        def is_needed(run: Run) -> bool:
-            index = bisect_left(starts, run.end) - 1
-            return index >= 0 and sum(kept[index]) > run.start
+    # Giving back.
 
-        memory, estate = self.memory, self._estate
-        doomed = [run for run in estate.runs if not is_needed(run)]
-        with memory.activate():
-            if doomed:
-                memory.synchronize()
-                with Transaction() as transaction:
-                    for run in doomed:
-                        memory.unmap(self.address + run.start, run.end - run.start)
-                        run.mapped = False
-                        transaction.undo(self._restore, run)
-                estate.runs[:] = [run for run in estate.runs if run.mapped]
-                estate.strays += doomed
-            failures = estate.release_strays()
-        raise_together(failures)
-        return sum(run.end - run.start for run in doomed)
+    def unneeded(self, ranges: Sequence[ByteRange]) -> list[Run]:
+        """The handles that meet none of `ranges`."""
+        needed = self._meeting(ranges)
+        return [run for run in self._estate.runs if run not in needed]
+
+    def cut(self, ranges: Sequence[ByteRange]) -> list[tuple[list[Run], list[Span]]]:
+        """The handles of which some granules meet none of `ranges`, each with the spans that are needed."""
+        granularity = self.memory.granularity
+        jobs = []
+        for run, met in self._meeting(ranges).items():
+            spans: list[Span] = []
+            for offset, num_bytes in met:
+                start = max(run.start, offset // granularity * granularity)
+                end = min(run.end, round_up(offset + num_bytes, granularity))
+                if spans and start <= spans[-1][1]:
+                    spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
+                else:
+                    spans.append((start, end))
+            if spans != [(run.start, run.end)]:
+                jobs.append(([run], spans))
+        return jobs
+
+    def scattered(self, ranges: Sequence[ByteRange]) -> list[tuple[list[Run], list[Span]]]:
+        """The ranges that several handles back, with those handles and the one span each should be.
+
+        A granule that two ranges share goes to the handle that would otherwise be cut.
+        """
+        granularity = self.memory.granularity
+        runs = self._estate.runs
+        jobs = []
+        position = 0
+        for offset, num_bytes in ranges:
+            start = max(position, offset // granularity * granularity)
+            end = round_up(offset + num_bytes, granularity)
+            if not num_bytes or start >= end:
+                continue
+            last = runs[bisect_right(runs, end - 1, key=_start) - 1]
+            if last.end > end:  # it begins in the shared granule and belongs to the next range
+                end = last.start
+            position = end
+            inside = runs[bisect_left(runs, start, key=_start) : bisect_left(runs, end, key=_start)]
+            if len(inside) > 1:
+                jobs.append((inside, [(start, end)]))
+        return jobs
+
+    def take_out(self, runs: Sequence[Run], transaction: Transaction) -> int:
+        """Unmap whole handles; returns their bytes. The caller has waited for what may still touch them.
+
+        They keep their contents until `settle`, so that an undo maps them again.
+        """
+        self._check_usable()
+        estate = self._estate
+        with self.memory.activate():
+            for run in runs:
+                transaction.undo(self._restore, run)
+                self.memory.unmap(self.address + run.start, run.num_bytes)
+                run.mapped = False
+            estate.runs[:] = [run for run in estate.runs if run.mapped]
+            estate.leaving += runs
+        return sum(run.num_bytes for run in runs if not run.is_alias)
+
+    def replace(self, old: Sequence[Run], spans: Sequence[Span], transaction: Transaction) -> None:
+        """Back `spans` by one new handle each instead of the `old` handles, with the contents copied.
+
+        The new memory is there before the old one goes, so this takes the spans' bytes for a moment. The caller has
+        waited for the device, and nothing may touch the range before it returns.
+        """
+        self._check_usable()
+        new = [Run(*span) for span in spans]
+        with self.memory.activate():
+            for run in new:
+                self._create(run, transaction)
+                self._copy_into(run, old, transaction)
+            self.take_out(old, transaction)
+            for run in new:
+                self._map(run, transaction)
+
+    def settle(self) -> list[BaseException]:
+        """After a commit: pool or release what was taken out. Returns what failed.
+
+        A handle that cannot be released stays in the books, and every later change tries it again.
+        """
+        estate = self._estate
+        room = self.policy.pool_bytes - self.pooled_bytes
+        while estate.leaving:
+            run = estate.leaving[-1]
+            if not run.is_alias and run.num_bytes <= room:
+                room -= run.num_bytes
+                estate.pool.append(run)
+            else:
+                estate.strays.append(run)
+            estate.leaving.pop()
+        return self._release()
+
+    def trim(self, limit_bytes: int = 0) -> list[BaseException]:
+        """Release unused handles until at most `limit_bytes` of them are kept. Returns what `settle` returns."""
+        self._check_usable()
+        estate = self._estate
+        while estate.pool and self.pooled_bytes > limit_bytes:
+            estate.strays.append(estate.pool[0])
+            del estate.pool[0]
+        return self._release()
 
     def close(self) -> None:
         """Wait for the device, unmap and release everything; free the addresses once no view lives. Idempotent.
@@ -278,8 +267,148 @@ class Reservation:
                 self._lease = None
         raise_together(failures + reap(self.memory))
 
-    def _missing(self, offset: int, num_bytes: int) -> Iterator[ByteRange]:
-        """The unmapped runs of whole granules in a range of bytes, as (start, end)."""
+    # Steps, each with its undo.
+
+    def _create(self, run: Run, transaction: Transaction) -> None:
+        transaction.undo(self._give_up, run)
+        pool = self._estate.pool
+        for index, spare in enumerate(pool):
+            if spare.num_bytes == run.num_bytes:
+                run.pooled = True
+                run.handle = spare.handle
+                del pool[index]
+                return
+        try:
+            run.handle = self.memory.create(run.num_bytes)
+        except DriverError as error:
+            if not (error.out_of_memory and pool):
+                raise
+            self.trim()  # spare handles of another size are in the way
+            run.handle = self.memory.create(run.num_bytes)
+
+    def _map(self, run: Run, transaction: Transaction) -> None:
+        assert run.handle is not None
+        transaction.undo(self._drop, run)
+        self.memory.map(self.address + run.start, run.num_bytes, run.handle)
+        run.mapped = True
+        insort(self._estate.runs, run, key=_start)
+        self.memory.set_access(self.address + run.start, run.num_bytes)
+
+    def _copy_into(self, new: Run, old: Sequence[Run], transaction: Transaction) -> None:
+        """Copy what `old` has of the new handle's range, over addresses that are reserved for the moment."""
+        memory = self.memory
+        assert new.handle is not None
+        scratch = Estate(memory, memory.reserve(new.num_bytes), new.num_bytes)
+        transaction.undo(self._drop_scratch, scratch)
+        memory.map(scratch.address, new.num_bytes, new.handle)
+        scratch.runs.append(Run(0, new.num_bytes))
+        memory.set_access(scratch.address, new.num_bytes)
+        for source in old:
+            start, end = max(source.start, new.start), min(source.end, new.end)
+            if start < end:
+                memory.copy(scratch.address + start - new.start, self.address + start, end - start)
+        self._clear_scratch(scratch)
+
+    def _drop_scratch(self, scratch: Estate) -> None:
+        """Undo of a copy, as far as it came."""
+        try:
+            self._clear_scratch(scratch)
+        except BaseException:
+            self.broken = True
+            abandon(scratch)
+            raise
+
+    def _clear_scratch(self, scratch: Estate) -> None:
+        if not scratch.address:
+            return
+        with self.memory.activate():
+            self.memory.wait()
+            if scratch.runs:
+                self.memory.unmap(scratch.address, scratch.num_bytes)
+                scratch.runs.clear()
+            self.memory.free(scratch.address, scratch.num_bytes)
+            scratch.address = 0
+
+    def _drop(self, run: Run) -> None:
+        """Undo of a mapping, as far as it came."""
+        try:
+            with self.memory.activate():
+                if run.mapped:
+                    self.memory.unmap(self.address + run.start, run.num_bytes)
+                    run.mapped = False
+                    self._estate.runs.remove(run)
+        except BaseException:
+            self.broken = True
+            raise
+
+    def _give_up(self, run: Run) -> None:
+        """Undo of a creation. A handle that an undo left mapped stays in the books until `close`."""
+        if run.handle is None or run.mapped:
+            return
+        estate = self._estate
+        if run.pooled:
+            if all(spare.handle != run.handle for spare in estate.pool):
+                estate.pool.insert(0, run)
+            return
+        try:
+            with self.memory.activate():
+                self.memory.release(run.handle)
+                run.handle = None
+        except BaseException:
+            self.broken = True
+            estate.strays.append(run)
+            raise
+
+    def _restore(self, run: Run) -> None:
+        """Undo of an unmap: the handle still holds its contents."""
+        if run.mapped:
+            return
+        estate = self._estate
+        if run in estate.leaving:
+            estate.leaving.remove(run)
+        index = bisect_left(estate.runs, run.start, key=_start)
+        is_listed = index < len(estate.runs) and estate.runs[index] is run
+        try:
+            assert run.handle is not None
+            with self.memory.activate():
+                self.memory.map(self.address + run.start, run.num_bytes, run.handle)
+                run.mapped = True
+                if not is_listed:
+                    estate.runs.insert(index, run)
+                self.memory.set_access(self.address + run.start, run.num_bytes)
+        except BaseException:
+            self.broken = True
+            if not run.mapped:
+                if is_listed:
+                    estate.runs.remove(run)
+                estate.strays.append(run)
+            raise
+
+    def _release(self) -> list[BaseException]:
+        with self.memory.activate():
+            return self._estate.release_strays()
+
+    def _retry_strays(self) -> None:
+        warn(self.memory, "an old handle could not be released yet", self._estate.release_strays())
+
+    def _chunk_bytes(self) -> int | None:
+        chunk_bytes = self.policy.chunk_bytes
+        return None if chunk_bytes is None else round_up(chunk_bytes, self.memory.granularity)
+
+    def _meeting(self, ranges: Sequence[ByteRange]) -> dict[Run, list[ByteRange]]:
+        """The handles that meet some of `ranges`, with those that each meets, both ascending."""
+        starts = [offset for offset, _ in ranges]
+        meeting = {}
+        for run in self._estate.runs:
+            index = bisect_right(starts, run.start) - 1
+            first = index if index >= 0 and sum(ranges[index]) > run.start else index + 1
+            met = [each for each in ranges[first : bisect_left(starts, run.end)] if each[1]]
+            if met:
+                meeting[run] = met
+        return meeting
+
+    def _missing(self, offset: int, num_bytes: int) -> Iterator[Span]:
+        """The unmapped runs of whole granules in a range of bytes."""
         assert min(offset, num_bytes) >= 0
         assert offset + num_bytes <= self.num_bytes
         granularity = self.memory.granularity
@@ -298,39 +427,6 @@ class Reservation:
             index += 1
         return iter(gaps)
 
-    def _drop(self, run: Run) -> None:
-        """Undo of a run's growth, as far as it came."""
-        estate = self._estate
-        try:
-            with self.memory.activate():
-                if run.mapped:
-                    self.memory.unmap(self.address + run.start, run.end - run.start)
-                    run.mapped = False
-                    estate.runs.remove(run)
-                if run.handle is not None:
-                    self.memory.release(run.handle)
-                    run.handle = None
-        except BaseException:
-            self.broken = True
-            if not run.mapped and run.handle is not None:
-                estate.strays.append(run)
-            raise
-
-    def _restore(self, run: Run) -> None:
-        """Undo of an unmap: the handle still holds its contents."""
-        try:
-            assert run.handle is not None
-            with self.memory.activate():
-                self.memory.map(self.address + run.start, run.end - run.start, run.handle)
-                run.mapped = True
-                self.memory.set_access(self.address + run.start, run.end - run.start)
-        except BaseException:
-            self.broken = True
-            if not run.mapped:
-                self._estate.runs.remove(run)
-                self._estate.strays.append(run)
-            raise
-
     def _check_usable(self) -> None:
         if os.getpid() != self._estate.pid:
             raise Forked(f"a reservation of {self.num_bytes} bytes")
@@ -342,12 +438,6 @@ class Reservation:
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.mapped_bytes} bytes mapped"
         return f"Reservation({self.address:#x}, {self.num_bytes} bytes, {state})"
-
-
-def _warn(memory: VirtualMemory, text: str, failures: list[BaseException]) -> None:
-    # As text: a log record that kept the exception would keep, through its traceback, the frames and thus the views.
-    if failures:
-        logger.warning("%s: %s: %s", repr(memory), text, "; ".join(str(failure) for failure in failures))
 
 
 def round_up(num_bytes: int, granularity: int) -> int:
@@ -365,3 +455,6 @@ def granule_bytes(ranges: Sequence[ByteRange], granularity: int) -> int:
             position = round_up(offset + num_bytes, granularity)
             total += max(0, position - start)
     return total
+
+
+__all__ = ["ByteRange", "Reservation", "Span", "granule_bytes", "reap", "round_up"]

@@ -31,6 +31,11 @@ class Transaction:
         """Have `function(*arguments)` called if the transaction fails later."""
         self._undos.append((function, arguments))
 
+    def absorb(self, step: Transaction) -> None:
+        """Take over the undos of a step that succeeded on its own."""
+        self._undos += step._undos
+        step._undos.clear()
+
     def commit(self) -> None:
         """Forget the undos: what was done stays."""
         self._undos.clear()

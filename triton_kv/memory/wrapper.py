@@ -45,6 +45,15 @@ class WrappedMemory:
     def fill(self, address: int, num_bytes: int, value: int = 0, *, stride: int = 0, count: int = 1) -> None:
         self.memory.fill(address, num_bytes, value, stride=stride, count=count)
 
+    def copy(self, target: int, source: int, num_bytes: int) -> None:
+        self.memory.copy(target, source, num_bytes)
+
+    def pin(self, num_bytes: int) -> int:
+        return self.memory.pin(num_bytes)
+
+    def unpin(self, address: int, num_bytes: int) -> None:
+        self.memory.unpin(address, num_bytes)
+
     def wait(self) -> None:
         self.memory.wait()
 
