@@ -30,7 +30,9 @@ from triton_kv.groups import LayerGroup, equal_groups
 from triton_kv.layer import LayerCache, StateCache
 from triton_kv.layout import CacheLayout
 from triton_kv.memory import FakeMemory, FaultyMemory, HostMemory, PoisonedMemory, VirtualMemory, open_memory, probe
+from triton_kv.merging import merge_attention, merge_attention_reference
 from triton_kv.metadata import AttentionBuffers, AttentionMetadata
+from triton_kv.plan import AttentionPlan
 from triton_kv.sizing import Plan, fit_blocks, plan_blocks
 from triton_kv.spec import AttentionSpec, BlockTensor, MambaSpec, MLASpec, StateSpec, StateTensor
 from triton_kv.version import __version__
@@ -40,6 +42,7 @@ __all__ = [
     "AddressSpaceExhausted",
     "AttentionBuffers",
     "AttentionMetadata",
+    "AttentionPlan",
     "AttentionSpec",
     "BlockTensor",
     "Broken",
@@ -77,6 +80,8 @@ __all__ = [
     "compile_kernels",
     "equal_groups",
     "fit_blocks",
+    "merge_attention",
+    "merge_attention_reference",
     "open_memory",
     "paged_attention",
     "paged_attention_reference",

@@ -37,6 +37,10 @@ def write_kv(
     first dimension) is dropped, and counted in the control block of a cache. Where two tokens name one slot, either may
     win. Runs on the current stream and does not synchronise; a captured call stays right when the cache grows.
 
+    It has no gradient. Under `torch.compile` use the default backend, and read the cache through ops of this package
+    alone: a backend that cannot write in place (`aot_eager`), or a graph that reads a layer's views before and after
+    the write, copies the layer, and so touches addresses that nothing backs.
+
     Raises `ValueError` or `TypeError` for shapes, dtypes, or devices that do not fit, `Closed`, and `NothingCommitted`.
     The scatter follows vLLM's reshape_and_cache, bounds and error counting aside.
     """
@@ -133,6 +137,9 @@ def write_launch(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot
 
 def _check(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot_mapping: torch.Tensor) -> None:
     heads = operands.num_kv_heads
+    for name, tensor in (("k", k), ("v", v), ("slot_mapping", slot_mapping)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
     for name, tensor, dim in (("k", k, operands.head_dim), ("v", v, operands.v_head_dim)):
         if tensor.dim() != 3:
             raise ValueError(f"{name} must be 3-D [num_tokens, num_kv_heads, head_dim], got {tuple(tensor.shape)}")
@@ -148,7 +155,9 @@ def _check(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot_mappi
         if tensor.device != operands.device:
             raise ValueError(f"{name} is on {tensor.device}, but the cache is on {operands.device}")
         if tensor.stride(2) != 1 and dim > 1:
-            raise ValueError(f"{name}'s channels must be contiguous, got strides {tensor.stride()}")
+            raise ValueError(
+                f"{name}'s channels must be contiguous, got strides {tensor.stride()}: call .contiguous() on it"
+            )
     if slot_mapping.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"slot_mapping must be int32 or int64, got {slot_mapping.dtype}")
     if slot_mapping.dim() != 1:
@@ -174,6 +183,7 @@ def _write(k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, *layer:
         write_launch(k, v, operands, slot_mapping).run(k.device)
 
 
+@torch.no_grad()
 def _scatter(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot_mapping: torch.Tensor) -> None:
     control = operands.control
     bound = operands.num_blocks if control is None else int(control[0])
@@ -186,7 +196,8 @@ def _scatter(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot_map
             control[1] += rows.numel()
             if int(control[2]) == 0:
                 row = int(rows[0])
-                control[2:5] = torch.tensor([_SLOT_WRITTEN, row, min(int(slots[row]), _INT32_MAX)], dtype=torch.int32)
+                first = [_SLOT_WRITTEN, row, min(int(slots[row]), _INT32_MAX)]
+                control[2:5] = torch.tensor(first, dtype=torch.int32, device=control.device)
         slots, k, v = slots[kept], k[kept], v[kept]
     block, position = slots // operands.block_size, slots % operands.block_size
     k_view, v_view = operands.views()
