@@ -9,6 +9,7 @@ Importing it initialises no GPU. docs/design.md has the words, the layouts and t
 """
 
 from triton_kv.attention import paged_attention, paged_attention_reference
+from triton_kv.backends import BackendStatement, groups_from_backends
 from triton_kv.cache import CheckReport, CommittedViews, KVCache
 from triton_kv.compilation import compile_kernels
 from triton_kv.configs import specs_from_config
@@ -44,6 +45,7 @@ __all__ = [
     "AttentionMetadata",
     "AttentionPlan",
     "AttentionSpec",
+    "BackendStatement",
     "BlockTensor",
     "Broken",
     "BufferGeometry",
@@ -80,6 +82,7 @@ __all__ = [
     "compile_kernels",
     "equal_groups",
     "fit_blocks",
+    "groups_from_backends",
     "merge_attention",
     "merge_attention_reference",
     "open_memory",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from triton_kv.extensible import Freed
+    from triton_kv.launch import Launch
     from triton_kv.layout import CacheLayout
     from triton_kv.memory import VirtualMemory
     from triton_kv.spec import LayerSpec
@@ -327,6 +328,10 @@ class KVCache:
         """
         self._store.require_committed()
         self._store.zeroing.zero_blocks(ids, self._store.control)
+
+    def zero_launches(self) -> list[Launch]:
+        """One launch of each kernel that `extend` and `zero_blocks` can reach, for compiling ahead: none is run."""
+        return self._store.zeroing.launches(self._store.control)
 
     def add_group(self, group: LayerGroup) -> KVCache:
         """Adds layers, in buffers of their own, to a cache that may have blocks already. Returns the cache.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from triton_kv.blocks import zero_launches
 from triton_kv.errors import CaptureError
 from triton_kv.kernels.zero import zero_blocks_kernel, zero_table_kernel
 from triton_kv.launch import Launch
@@ -119,6 +120,15 @@ class Zeroing:
         if self._enqueue is not None and any(self.takes(size) for size in sizes):
             launch = self.table.range_launch(first_block, num_blocks, limit_bytes=TOGETHER_BELOW_BYTES)
             self._enqueue(launch.run)
+
+    def launches(self, control: torch.Tensor) -> list[Launch]:
+        """One of each kernel that can be reached."""
+        blocks = [
+            self.table.blocks_launch(torch.empty(1, dtype=dtype, device="meta"), control)
+            for dtype in (torch.int32, torch.int64)
+        ]
+        new = self.table.range_launch(0, 1, limit_bytes=TOGETHER_BELOW_BYTES)
+        return [*blocks, new, *zero_launches(0, 1, stride=0, count=1)]
 
     def zero_blocks(self, ids: torch.Tensor | Sequence[int], control: torch.Tensor) -> None:
         """`KVCache.zero_blocks`."""

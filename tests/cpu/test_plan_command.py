@@ -1,8 +1,10 @@
 """`python -m triton_kv plan`, tables and pictures: numbers that can be worked out by hand."""
 
+import importlib.util
 import json
 import re
 import xml.dom.minidom
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from triton_kv.cli import main
 from triton_kv.description import tokens_of_one_sequence
 from triton_kv.plan_command import parse_bytes
 
+ROOT = Path(__file__).parents[2]
 GIB, MIB = 1 << 30, 1 << 20
 LLAMA = {
     "model_type": "llama",
@@ -193,3 +196,14 @@ def test_pictures_of_large_caches_are_refused():
         geometry(MIXED, capacity=1000).layout_picture(3)
     with pytest.raises(ValueError, match='"svg" or "text", got'):
         geometry(MIXED).layout_picture(3, form="png")
+
+
+def test_docs_show_what_is_drawn_now():
+    spec = importlib.util.spec_from_file_location("draw_layouts", ROOT / "docs" / "draw_layouts.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    files = module.files()
+    stale = [path for path, text in files.items() if (ROOT / "docs" / path).read_text() != text]
+    assert not stale, "run python docs/draw_layouts.py"
+    drawings = {f"layouts/{path.name}" for path in (ROOT / "docs" / "layouts").iterdir()}
+    assert drawings == set(files) - {"layouts.md"}

@@ -329,6 +329,48 @@ def test_signature_is_what_ranks_must_agree_on():
     assert len({first, *others}) == 1 + len(others)
 
 
+def test_attention_reads_and_writes_hybrid_padded_and_packed_layers():
+    """The ops take every layout's strides: equal to a cache of attention alone, bit for bit."""
+    groups = [
+        tkv.LayerGroup("mamba", {"m": MAMBA}),
+        tkv.LayerGroup("attention", {"a": ATTENTION, "b": ATTENTION}, page_bytes=4096 + 64),
+    ]
+    k, v, q = (torch.randn(37, heads, 16) for heads in (2, 2, 4))
+    blocks = [5, 2, 8]
+    slots = torch.tensor([blocks[token // 16] * 16 + token % 16 for token in range(37)])
+    metadata = tkv.AttentionMetadata(
+        block_table=torch.tensor([blocks], dtype=torch.int32),
+        seq_lens=torch.tensor([37], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 37], dtype=torch.int32),
+        slot_mapping=slots,
+        num_tokens=37,
+        num_seqs=1,
+        max_query_len=37,
+    )
+    results = []
+    for layers, options in (
+        ({"m": ATTENTION, "b": ATTENTION}, {}),
+        (groups, {}),
+        (groups, {"packed": True}),
+        (groups, {"shared_by": "groups"}),
+    ):
+        with reserve(layers, **options) as cache:
+            cache.extend(9)
+            tkv.write_kv(k, v, cache["b"], slots)
+            results.append(tkv.paged_attention(q, cache["b"], metadata))
+    assert all(torch.equal(results[0], result) for result in results[1:])
+
+
+def test_kernels_are_compiled_for_the_first_layer_with_k_and_v():
+    with reserve({"m": MAMBA, "a": ATTENTION, "w": WIDE}) as cache:
+        cache.extend(1)
+        assert tkv.compile_kernels(cache, 8, max_seqs=2, max_tokens=8) == 0  # on a CPU
+        with pytest.raises(ValueError, match="num_query_heads 6 must be a multiple of the cache's 4 KV heads"):
+            tkv.compile_kernels(cache, 6, max_seqs=2, max_tokens=8, layer="w")
+    with reserve({"m": MAMBA}) as cache, pytest.raises(ValueError, match="no layer of this cache keeps K and V"):
+        tkv.compile_kernels(cache.extend(1), 8, max_seqs=2, max_tokens=8)
+
+
 def test_ops_refuse_states():
     with reserve({"m": MAMBA}) as cache:
         cache.extend(1)
