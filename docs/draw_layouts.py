@@ -111,7 +111,7 @@ def examples() -> list[Example]:
             "shared",
             "Shared buffers",
             '`shared_by="groups"`: layer i of every group overlays buffer i. A block belongs to one group at a time, '
-            "and each group has block tables of its own, so that sliding-window layers need not hold the whole context.",
+            "and each group has block tables of its own, so that sliding-window layers need not hold all.",
             tkv.arrange(two, layout="LBTNHD", shared_by="groups", **OPTIONS),  # type: ignore[arg-type]
         ),
         Example(
