@@ -338,7 +338,8 @@ class KVCache:
 
         The new buffers are brought to `num_blocks` zeroed blocks before anything shows the layers; from then on they
         grow with the others. All or nothing: after an error the cache is as it was. A capture keeps what it recorded,
-        and `zero_blocks` inside it covers the new layers too. Waits for the zeroing, as `extend` does.
+        and `zero_blocks` inside it covers the new layers too. Waits for the zeroing, as `extend` does, and for the
+        current stream.
 
         Raises `ValueError` for names that the cache has already, for another block size and for what `reserve` refuses,
         `OutOfMemory`, `AddressSpaceExhausted`, `CaptureError`, `Closed`.

@@ -111,7 +111,7 @@ def picture_as_text(geometry: CacheGeometry, num_blocks: int, *, width: int = 72
     for index, part in enumerate(geometry.buffers):
         span = max(part.segment_stride_bytes, 1)
         pieces = pieces_of(geometry, index)
-        lines += ["", f"buffer {index}: {part.num_segments} segments, {part.block_bytes} bytes a block in each"]
+        lines += ["", _heading(index, part)]
         for segment in range(part.num_segments):
             mine = [piece for piece in pieces if piece.segment == segment]
             labels = list(dict.fromkeys(piece.label for piece in mine))
@@ -126,8 +126,18 @@ def picture_as_text(geometry: CacheGeometry, num_blocks: int, *, width: int = 72
                 at += segment * part.segment_stride_bytes
                 marks += "#" if at // geometry.granularity in granules else "-"
             legend = ", ".join(f"{LETTERS[number % 26]} {label}" for number, label in enumerate(labels))
-            lines += [f"  |{blocks}|", f"  |{letters}| {legend}", f"  |{marks}| mapped: {len(granules)} granules"]
+            lines += [
+                f"  |{blocks}|",
+                f"  |{letters}| {legend}",
+                f"  |{marks}| mapped: {len(granules)} granule{'s' * (len(granules) != 1)}",
+            ]
     return "\n".join(lines)
+
+
+def _heading(index: int, part: BufferGeometry) -> str:
+    if part.num_segments == 1:
+        return f"buffer {index}: 1 segment, {part.block_bytes} bytes a block"
+    return f"buffer {index}: {part.num_segments} segments, {part.block_bytes} bytes a block in each"
 
 
 def _granules(geometry: CacheGeometry, part: BufferGeometry, segment: int, num_blocks: int) -> set[int]:
@@ -151,7 +161,7 @@ def picture_as_svg(geometry: CacheGeometry, num_blocks: int, *, width: int = 960
     body.append(_text(left, 18, title, size=13))
     for index, part in enumerate(geometry.buffers):
         pieces = pieces_of(geometry, index)
-        heading = f"buffer {index}: {part.num_segments} segments, {part.block_bytes} bytes a block in each"
+        heading = _heading(index, part)
         body.append(_text(left, y + 14, heading, size=12))
         y += 22
         for segment in range(part.num_segments):

@@ -166,7 +166,7 @@ class BlockStore:
         self.control = torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=memory.device)
         if self._stream is not None:
             torch.cuda.current_stream(memory.device).synchronize()
-        self.zeroing = Zeroing(memory)
+        self.zeroing = Zeroing(memory, self._stream)
         self.zeroing.table.set(_segments(self.buffers))
         self._errors = ErrorPoll(self.control, self._stream)
         self._set_watermark(0)

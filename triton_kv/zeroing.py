@@ -35,16 +35,13 @@ class SegmentTable:
     says where it is. `set` makes a new table and leaves the old one to kernels that still run.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self.device = device
+        self._stream = stream  # what writes the table, so that no queued work is waited for but the caller's
         self.header = torch.zeros(1, dtype=torch.int64, device=device)  # address of the table
         self.segments: list[tuple[int, int]] = []  # address, bytes a block
         self.num_rows = 0
         self._tables: list[torch.Tensor] = []  # [1 + num_rows, 4] each; all that a running kernel may still read
-
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self._stream is not None:  # the header is made on the caller's stream and written on this one
-            torch.cuda.current_stream(device).synchronize()
 
     def set(self, segments: Sequence[tuple[int, int]]) -> None:
         """Makes these the segments of the table; the host waits until the device sees them."""
@@ -56,9 +53,14 @@ class SegmentTable:
             for offset in range(PIECE_BYTES, size, PIECE_BYTES)
         ]
         num_rows = len(first) + len(others)
+        words = torch.tensor([(num_rows, 0, 0, 0), *first, *others], dtype=torch.int64)
+        # Of the caller's stream, like the header: another stream would take a segment of the allocator for itself.
+        table = torch.empty_like(words, device=self.device)
+        self._tables.append(table)
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).synchronize()
         with torch.cuda.stream(self._stream):
-            table = torch.tensor([(num_rows, 0, 0, 0), *first, *others], dtype=torch.int64).to(self.device)
-            self._tables.append(table)
+            table.copy_(words)
             self.header.fill_(table.data_ptr())
         if self._stream is not None:
             self._stream.synchronize()
@@ -102,9 +104,9 @@ class SegmentTable:
 class Zeroing:
     """What zeroes the blocks of one cache: those that `extend` adds, and those that a caller names."""
 
-    def __init__(self, memory: VirtualMemory) -> None:
+    def __init__(self, memory: VirtualMemory, stream: torch.cuda.Stream | None = None) -> None:
         self._memory = memory
-        self.table = SegmentTable(memory.device)
+        self.table = SegmentTable(memory.device, stream)
         # Only a driver with kernels of its own has it; the others fill memory one segment after the other.
         self._enqueue: Callable[[Callable[[], None]], None] | None = getattr(memory, "enqueue", None)
 

@@ -169,7 +169,7 @@ def test_text_picture():
     assert small.layout_picture(2, form="text").splitlines() == [
         "2 of 4 blocks committed, granules of 4096 bytes",
         "",
-        "buffer 0: 1 segments, 3072 bytes a block in each",
+        "buffer 0: 1 segment, 3072 bytes a block",
         "  |" + "0" * 18 + "1" * 18 + "2" * 18 + "3" * 18 + "|",
         "  |" + ("AA" + "B" * 12 + "." * 4) * 4 + "| A m.0 conv, B m.0 ssm",
         "  |" + "#" * 48 + "-" * 24 + "| mapped: 2 granules",

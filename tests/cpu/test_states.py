@@ -238,6 +238,22 @@ def test_a_group_added_later_has_the_same_prefix():
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["apart", "packed"])
+def test_blocks_that_come_back_are_zero_in_every_state(packed):
+    layers = {"a": ATTENTION, "m": MAMBA, "l": MLA, "own": Codebook(5)}
+    with reserve(layers, packed=packed, layout="LBTNHD") as cache:
+        cache.extend(9)
+        views = [view for layer in cache for view in ((layer.k, layer.v) if layer.name == "a" else layer.states)]
+        for view in views:
+            view[:9].view(torch.uint8).fill_(0xFF)
+        cache.shrink(2)
+        assert cache.mapped_bytes >= cache.mapped_bytes_at(2)
+        cache.extend(12)
+        for view in views:
+            assert not view[2:12].contiguous().view(torch.uint8).any()
+            assert (view[:2].contiguous().view(torch.uint8) == 0xFF).all()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["apart", "packed"])
 def test_zero_blocks_covers_every_state_and_nothing_else(packed):
     with reserve({"a": ATTENTION, "m": MAMBA, "l": MLA, "own": Codebook(5)}, packed=packed, layout="LBTNHD") as cache:
         cache.extend(9)
