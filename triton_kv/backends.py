@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from triton_kv.groups import LayerGroup, block_major, kind_of
+from triton_kv.groups import LayerGroup, kind_of
 from triton_kv.layout import CacheLayout
-from triton_kv.spec import AttentionSpec, LayerSpec, MLASpec, StateSpec
+from triton_kv.spec import AttentionSpec, LayerSpec, StateSpec
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,12 @@ def groups_from_backends(statements: Mapping[str, BackendStatement | StateSpec])
     """Groups of the layers that a backend (or a state's spec) describes alike, for `KVCache.reserve` and `arrange`.
 
     A `(2, blocks, ...)` shape gives a layer two segments and `(blocks, 2, ...)` one, and so does a stride order that
-    puts the blocks first; a state has one. Where attention layers stand beside states (a hybrid model) the blocks are
-    put first, whatever was stated, so that all have one.
+    puts the blocks first; a state has one. Where attention layers stand beside states (a hybrid model) `arrange` and
+    `reserve` put the blocks first, whatever was stated, so that all have one.
 
     Pass the same names in `shared_by=` for layers that share a buffer: if their segments disagree, that is an error
     that names them. Raises `ValueError` for statements that contradict themselves, naming the layer.
     """
-    states = [x for x in statements.values() if not isinstance(x, (BackendStatement, MLASpec))]
-    hybrid = bool(states) and any(isinstance(x, BackendStatement) for x in statements.values())
     alike: dict[tuple[LayerSpec, str | None, int | None, int | None], dict[str, LayerSpec]] = {}
     for name, statement in statements.items():
         if not isinstance(statement, BackendStatement):
@@ -67,8 +65,7 @@ def groups_from_backends(statements: Mapping[str, BackendStatement | StateSpec])
         spec = AttentionSpec(
             layout.spec.num_kv_heads, layout.spec.head_dim, statement.dtype, layout.spec.v_head_dim, statement.window
         )
-        order = block_major(layout.order) if hybrid else layout.order
-        key = (spec, order, layout.block_size, None if page == layout.block_bytes else page)
+        key = (spec, layout.order, layout.block_size, None if page == layout.block_bytes else page)
         alike.setdefault(key, {})[name] = spec
     kinds = [kind_of(spec) for spec, *_ in alike]
     return tuple(
