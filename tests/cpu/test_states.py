@@ -1,7 +1,9 @@
 """Layers of many kinds in one cache: specs, views, groups, shared and packed buffers, late groups, bad input."""
 
 import json
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -556,3 +558,13 @@ BAD = {
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_the_page_about_states_runs(capsys):
+    text = (Path(__file__).parents[2] / "docs" / "states.md").read_text()
+    names: dict[str, object] = {"__name__": "states"}
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, names)
+    assert "LBTNHD" in capsys.readouterr().out
