@@ -59,7 +59,7 @@ def check_blocks(case: Segments, ids: list[int], dtype: torch.dtype, device: tor
             if 0 <= block < WATERMARK:
                 memory[block * size : (block + 1) * size] = 0
     assert all(torch.equal(memory, wanted) for memory, wanted in zip(memories, expected))
-    assert control[:3].tolist() == [WATERMARK, len(bad), 3 if bad else 0]
+    assert control[:3].tolist() == [WATERMARK, len(bad), 4 if bad else 0]
     if bad:
         assert tuple(control[3:5].tolist()) in bad
 

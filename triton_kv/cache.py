@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from types import TracebackType
 
+    from triton_kv.compaction import CompactionPlan
     from triton_kv.extensible import Freed
     from triton_kv.launch import Launch
     from triton_kv.layout import CacheLayout
@@ -424,8 +425,36 @@ class KVCache:
         return self._store.coalesce_bytes()
 
     def trim(self, limit_bytes: int = 0) -> int:
-        """Releases pooled handles until each buffer keeps at most `limit_bytes` of them; returns the bytes."""
+        """Releases pooled handles until each buffer keeps at most `limit_bytes` of them; returns the bytes.
+
+        Handles that the driver refused to release earlier are tried again. Works in sleep, too.
+        """
         return self._store.trim(limit_bytes)
+
+    def copy_blocks(self, pairs: torch.Tensor | Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks, K, V and every state of all layers: for copy on write, beams, compaction.
+
+        Queued on the current stream; does not wait for the device.
+
+        Args:
+            pairs: (source, target) block ids. A tensor, int32 or int64 `[n, 2]` on the cache's device, takes one launch
+                and may be captured (after a first call outside); a pair with a negative id is skipped, one beyond the
+                committed blocks dropped and counted, and no target may be another pair's source or target. A sequence
+                on the host may overlap: it is as if all copies happened at once (by way of a staging buffer where a
+                source is overwritten).
+
+        Raises `ValueError` for ids on the host that are not committed or targets named twice, `CaptureError` for a
+        sequence while the current stream captures, `NothingCommitted`, `Asleep`, `Closed`.
+        """
+        self._store.copy_blocks(pairs)
+
+    def compaction_plan(self, live: Iterable[int]) -> CompactionPlan:
+        """The fewest moves that put the `live` blocks in front, and the bytes that `shrink` then gives back.
+
+        Changes nothing. `copy_blocks(plan.moves)` does it, `plan.remap(block_table)` translates, `shrink(
+        plan.num_blocks)` gives back. Block 0 stays where it is if it is live. Copies a small table to the device.
+        """
+        return self._store.compaction_plan(live)
 
     def prepare_sleep(self, num_blocks: int | None = None) -> float:
         """Pins host memory for `sleep(keep="host")` of so many blocks (default: all committed); returns the seconds.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -401,6 +401,14 @@ class ExtensibleTensor:
     def settle_(self) -> list[BaseException]:
         """Give back, or pool, what a committed change took out; returns what failed."""
         return self._reservation.settle()
+
+    def when_out_of_memory(self, relieve: Callable[[], bool]) -> None:
+        """Have `relieve` called instead of `drain_pool` when memory runs out, by an owner of several buffers."""
+        self._reservation.relieve = relieve
+
+    def drain_pool(self) -> bool:
+        """Release the spare handles, also in the middle of a change; returns whether there were any."""
+        return self._reservation.drain_pool()
 
     def trim(self, limit_bytes: int = 0) -> int:
         """Release pooled handles until at most `limit_bytes` are kept; returns the bytes given back."""

@@ -6,12 +6,16 @@ import logging
 import os
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from triton_kv.blocks import BlockSpans, CopyTable, copy_block_pairs, copy_table, order_copies
+from triton_kv.compaction import CompactionPlan, compact
 from triton_kv.errors import (
     Asleep,
     BadAccess,
@@ -44,7 +48,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONTROL_WORDS = 8  # int32: watermark, error count, first error's kind, row, value, then zeros
-ERROR_KINDS = {0: "none", 1: "block id read by attention", 2: "slot written", 3: "block zeroed"}
+ERROR_KINDS = {
+    0: "none",
+    1: "block id read by attention",
+    2: "slot written",
+    3: "block copied",
+    4: "block zeroed",
+}
 
 
 class CheckReport(NamedTuple):
@@ -157,6 +167,9 @@ class BlockStore:
         self._asleep: dict[int, HostCopy | None] = {}  # buffer -> its contents
         self._blocks_asleep = 0  # what a wake commits again
         self._pinned: PinnedBuffer | None = None  # made by `prepare_sleep`
+        self._unneeded: list[PinnedBuffer] = []  # to be freed as soon as the driver does it
+        self._block_spans: BlockSpans | None = None
+        self._table: CopyTable | None = None
         self._watchers: list[Callable[[MemoryChange], object]] = []
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -168,6 +181,7 @@ class BlockStore:
             torch.cuda.current_stream(memory.device).synchronize()
         self.zeroing = Zeroing(memory, self._stream)
         self.zeroing.table.set(_segments(self.buffers))
+        self._share_pools()
         self._errors = ErrorPoll(self.control, self._stream)
         self._set_watermark(0)
 
@@ -233,7 +247,8 @@ class BlockStore:
     def stats(self) -> CacheStats:
         """`KVCache.stats`."""
         kept = [copy for copy in self._asleep.values() if copy is not None]
-        pinned = {id(each): each.num_bytes for each in (*(copy.pinned for copy in kept), self._pinned) if each}
+        owned = (*(copy.pinned for copy in kept), self._pinned, *self._unneeded)
+        pinned = {id(each): each.num_bytes for each in owned if each is not None}
         committed_bytes, mapped_bytes = self.committed_bytes, self.mapped_bytes
         return CacheStats(
             state=self.state,
@@ -365,8 +380,7 @@ class BlockStore:
                     for buffer, block_bytes in buffers:
                         buffer.grow_(self.num_blocks * block_bytes, transaction)
                     self.memory.wait()
-                    transaction.undo(self.zeroing.table.set, self.zeroing.table.segments)
-                    self.zeroing.table.set(self.zeroing.table.segments + _segments(buffers))
+                    self._show_segments([*self.buffers, *buffers], transaction)
                     publish()
             except DriverError as error:
                 if not error.out_of_memory:
@@ -377,6 +391,7 @@ class BlockStore:
                 attach_failures(described, list(error.undo_failures))
                 raise described from error
             self.buffers = (*self.buffers, *buffers)
+            self._share_pools()
 
     # Giving back.
 
@@ -457,7 +472,8 @@ class BlockStore:
     def trim(self, limit_bytes: int = 0) -> int:
         """`KVCache.trim`."""
         with self._lock:
-            self._require_changeable("trim")
+            self._require_changeable("trim", awake=())
+            self._unpin()
             with self.memory.activate():
                 return sum(buffer.trim(limit_bytes) for buffer, _ in self.buffers)
 
@@ -471,9 +487,11 @@ class BlockStore:
             if not num_bytes or (self._pinned is not None and self._pinned.num_bytes >= num_bytes):
                 return 0.0
             started = time.perf_counter()
-            pinned, self._pinned = self._pinned, PinnedBuffer(self.memory, num_bytes)
-            if pinned is not None:
-                pinned.free()
+            if self._pinned is not None:
+                self._unneeded.append(self._pinned)
+                self._pinned = None
+            self._unpin()
+            self._pinned = PinnedBuffer(self.memory, num_bytes)
             return time.perf_counter() - started
 
     def sleep(
@@ -509,6 +527,7 @@ class BlockStore:
             num_blocks = self._blocks_asleep if self._asleep else self.num_blocks
             blocks = range(num_blocks) if live is None else check_live(live, num_blocks)
             nap = Nap(Progress([self.buffers[index].buffer for index in chosen]))
+            self._unpin()
             pinned = self._pin(nap, len(blocks), chosen) if keep else None
             try:
                 with self._changing() as transaction:
@@ -518,6 +537,9 @@ class BlockStore:
                     self._announce(MemoryChange("before", self.num_blocks, remaining, epoch), transaction)
                     if all_asleep:
                         self._publish(0, transaction)
+                    gone = {*self._asleep, *chosen}
+                    awake = [stored for index, stored in enumerate(self.buffers) if index not in gone]
+                    self._show_segments(awake, transaction)  # a captured `zero_blocks` may run while some groups sleep
                     self._wait_for(after)
                     copies = self._save(nap, pinned, blocks, chosen)
                     self._set("epoch", epoch, transaction)
@@ -528,8 +550,10 @@ class BlockStore:
                     self._set("_blocks_asleep", num_blocks, transaction)
                     self._announce(MemoryChange("after", num_blocks, remaining, epoch), transaction)
                     yield nap
-            except BaseException as error:
-                self._unpin(pinned, error)
+            except BaseException:
+                if pinned is not None and pinned is not self._pinned:
+                    self._unneeded.append(pinned)
+                    self._unpin()
                 raise
             self.sleeps += 1
             self._finish(nap.progress)
@@ -598,6 +622,9 @@ class BlockStore:
                     for copy in copies:
                         copy.restore()
                     self.memory.wait()
+                    gone = self._asleep.keys() - chosen
+                    awake = [stored for index, stored in enumerate(self.buffers) if index not in gone]
+                    self._show_segments(awake, transaction)
                     report = WakeReport(
                         target, sum(copy.num_bytes for copy in copies), mapped - started, time.perf_counter() - mapped
                     )
@@ -612,23 +639,119 @@ class BlockStore:
                 if prepared or not error.out_of_memory:
                     raise
                 raise self._out_of_memory(target, "wake()", list(error.undo_failures)) from error
-            for copy in copies:
-                self._unpin(copy.pinned)
+            for index in chosen:
+                warn(self.memory, "a handle could not be released yet", self.buffers[index].buffer.settle_())
+            self._unpin(*copies)
             logger.info("awake: %d blocks, %.2f GiB restored from the host", target, report.host_bytes / GIB)
 
-    def _unpin(self, pinned: PinnedBuffer | None, error: BaseException | None = None) -> None:
-        """Free host memory that no copy needs any more; a failure is noted, and tried again when the owner dies."""
+    def _unpin(self, *copies: HostCopy) -> None:
+        """Free host memory that no copy needs any more; what fails is noted, and tried again by the next change."""
+        self._unneeded += [copy.pinned for copy in copies if copy.pinned not in self._unneeded]
         in_use = [copy.pinned for copy in self._asleep.values() if copy is not None]
-        if pinned is None or pinned is self._pinned or pinned in in_use:
+        for pinned in [each for each in self._unneeded if each is not self._pinned and each not in in_use]:
+            try:
+                pinned.free()
+            except Exception as failure:
+                warn(self.memory, "pinned host memory could not be given back yet", [failure])
+            else:
+                self._unneeded.remove(pinned)
+
+    # Contents.
+
+    def copy_blocks(self, pairs: torch.Tensor | Sequence[tuple[int, int]]) -> None:
+        """`KVCache.copy_blocks`."""
+        self.require_committed()
+        if isinstance(pairs, torch.Tensor):
+            self._copy(pairs)
             return
-        try:
-            pinned.free()
-        except Exception as failure:
-            if error is not None:
-                error.add_note(f"and then {type(failure).__name__}: {failure}")
-            warn(self.memory, "pinned host memory could not be given back yet", [failure])
+        order = order_copies(pairs)
+        highest = max((max(pair) for copies in order for pair in copies), default=-1)
+        if highest >= self.num_blocks:
+            raise ValueError(f"block {highest} is not one of the {self.num_blocks} committed blocks")
+        if not highest + 1:
+            return
+        if self.memory.is_capturing():
+            raise CaptureError("copy_blocks with pairs on the host (pass a tensor on the device instead)")
+        device = self.memory.device
+        if order.staged:
+            spans, count = self._spans(), len(order.staged)
+            staging = BlockSpans(
+                tuple(
+                    torch.empty(segments * count * size, dtype=torch.uint8, device=device)
+                    for segments, size in zip(spans.num_segments, spans.block_bytes)
+                ),
+                spans.num_segments,
+                tuple(count * size for size in spans.block_bytes),
+                spans.block_bytes,
+            )
+            into = torch.tensor([(a, i) for i, (a, _) in enumerate(order.staged)], dtype=torch.int32, device=device)
+            back = torch.tensor([(i, b) for i, (_, b) in enumerate(order.staged)], dtype=torch.int32, device=device)
+            self._copy(into, target=staging)
+        if order.direct:
+            self._copy(torch.tensor(order.direct, dtype=torch.int32, device=device))
+        if order.staged:
+            self._copy(back, source=staging)
+
+    def _copy(self, pairs: torch.Tensor, *, source: BlockSpans | None = None, target: BlockSpans | None = None) -> None:
+        spans = self._spans()
+        within = source is None and target is None
+        table = self._copy_table(spans) if within else copy_table(source or spans, target or spans)
+        copy_block_pairs(
+            source or spans,
+            target or spans,
+            pairs,
+            table,
+            control=self.control,
+            source_bounded=source is None,
+            target_bounded=target is None,
+        )
+
+    def _spans(self) -> BlockSpans:
+        """The buffers as a copy of blocks sees them; made anew when buffers were added."""
+        if self._block_spans is None or len(self._block_spans.buffers) != len(self.buffers):
+            self._table = None
+            self._block_spans = BlockSpans(
+                tuple(buffer.full_view() for buffer, _ in self.buffers),
+                tuple(buffer.num_segments for buffer, _ in self.buffers),
+                tuple(buffer.segment_stride_bytes for buffer, _ in self.buffers),
+                tuple(block_bytes for _, block_bytes in self.buffers),
+            )
+        return self._block_spans
+
+    def _copy_table(self, spans: BlockSpans) -> CopyTable:
+        """Addresses never move, so the table is made once; a capture needs it made before."""
+        if self._table is None:
+            if self.memory.is_capturing():
+                raise CaptureError("the first copy_blocks, which makes its table of addresses (call it once before)")
+            self._table = copy_table(spans, spans)
+        return self._table
+
+    def compaction_plan(self, live: Iterable[int]) -> CompactionPlan:
+        """`KVCache.compaction_plan`."""
+        self.require_committed()
+        blocks = check_live(live, self.num_blocks)
+        moves, new = compact(blocks, self.num_blocks)
+        device = self.memory.device
+        return CompactionPlan(
+            num_blocks=len(blocks),
+            moves=torch.tensor(moves, dtype=torch.int32).reshape(-1, 2).to(device),
+            remapping=torch.tensor(new, dtype=torch.int32).to(device),
+            freed_bytes=self.mapped_bytes - self.mapped_bytes_at(len(blocks)) if self.elastic else 0,
+        )
 
     # Steps of every change.
+
+    def _show_segments(self, buffers: Sequence[StoredBuffer], transaction: Transaction) -> None:
+        """Which segments `zero_blocks` covers from now on, in graphs captured before as well."""
+        transaction.undo(self.zeroing.table.set, self.zeroing.table.segments)
+        self.zeroing.table.set(_segments(buffers))
+
+    def _share_pools(self) -> None:
+        """When memory runs out for one buffer, the spare handles of all go."""
+        # Weak: buffers that held each other would die late.
+        relieve = partial(_drain_pools, [weakref.ref(buffer) for buffer, _ in self.buffers])
+        for buffer, _ in self.buffers:
+            buffer.when_out_of_memory(relieve)
 
     @contextmanager
     def _changing(self) -> Iterator[Transaction]:
@@ -703,6 +826,7 @@ class BlockStore:
 
     def _out_of_memory(self, target: int, operation: str, undo_failures: list[BaseException]) -> OutOfMemory:
         free_bytes, _ = self.memory.memory_info()
+        free_bytes += sum(buffer.pooled_bytes for buffer, _ in self.buffers)
         would_fit = largest_fit(self.mapped_bytes_at, self.mapped_bytes + free_bytes, self.capacity)
         described = OutOfMemory(
             self.mapped_bytes_at(target) - self.mapped_bytes,
@@ -729,6 +853,7 @@ class BlockStore:
             self._state = "closed"
             self.num_blocks = 0
             drop_views()
+            self._block_spans = self._table = None
             with self.memory.activate():
                 try:
                     self._set_watermark(0)
@@ -739,7 +864,7 @@ class BlockStore:
         failures: list[BaseException] = []
         kept = [copy.pinned for copy in self._asleep.values() if copy is not None]
         owned: list[ExtensibleTensor | PinnedBuffer] = [buffer for buffer, _ in self.buffers]
-        for each in (*owned, *kept, *([self._pinned] if self._pinned else ())):
+        for each in (*owned, *kept, *self._unneeded, *([self._pinned] if self._pinned else ())):
             try:
                 each.free()
             except Exception as failure:
@@ -747,6 +872,7 @@ class BlockStore:
         if not failures:
             self._asleep = {}
             self._pinned = None
+            self._unneeded = []
         raise_together(failures)
 
     # Watching.
@@ -850,6 +976,11 @@ class ErrorPoll:
             self._copied.synchronize()
         self._words = None
         self._seen = CheckReport.of([0] * CONTROL_WORDS)
+
+
+def _drain_pools(buffers: Sequence[weakref.ref[ExtensibleTensor]]) -> bool:
+    drained = [buffer.drain_pool() for buffer in (reference() for reference in buffers) if buffer is not None]
+    return any(drained)
 
 
 def check_live(live: Iterable[int], num_blocks: int) -> list[int]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from triton_kv.memory import VirtualMemory
 
-BLOCK_ZEROED = 3  # the error kind of the control block: an id at or past the watermark in `zero_blocks`
+BLOCK_ZEROED = 4  # the error kind of the control block: an id at or past the watermark in `zero_blocks`
 # A segment's new bytes below this are zeroed with all others of their kind in one launch, once everything is mapped;
 # longer ranges are zeroed while the next one is mapped, which hides 8 ms of mapping for 64 GiB on an H200.
 TOGETHER_BELOW_BYTES = 8 << 20
@@ -26,6 +26,7 @@ _WORDS_PER_PROGRAM = 1024  # as in `blocks.zero_ranges`
 _MAX_PROGRAMS = 4096  # of a launch over the table: each has several chunks
 _MAX_PIECES_AT_ONCE = 256  # programs a block id
 _MAX_GRID_1 = 65535
+_MAX_TABLES = 8  # kept for kernels that still read an old one, before the device is waited for
 
 
 class SegmentTable:
@@ -56,6 +57,10 @@ class SegmentTable:
         words = torch.tensor([(num_rows, 0, 0, 0), *first, *others], dtype=torch.int64)
         # Of the caller's stream, like the header: another stream would take a segment of the allocator for itself.
         table = torch.empty_like(words, device=self.device)
+        if len(self._tables) == _MAX_TABLES:
+            if self._stream is not None:
+                torch.cuda.synchronize(self.device)
+            del self._tables[:-1]
         self._tables.append(table)
         if self._stream is not None:
             torch.cuda.current_stream(self.device).synchronize()
@@ -72,7 +77,7 @@ class SegmentTable:
         chunks = -(-max(sizes, default=1) // (_WORDS_PER_PROGRAM * 4))
         return Launch(
             kernel=zero_table_kernel,
-            grid=(max(min(chunks, _MAX_PROGRAMS // len(self.segments)), 1), len(self.segments)),
+            grid=(max(min(chunks, _MAX_PROGRAMS // max(len(self.segments), 1)), 1), max(len(self.segments), 1)),
             arguments={
                 "header_ptr": self.header,
                 "first_block": first_block,
@@ -88,7 +93,7 @@ class SegmentTable:
         """Zeroes the blocks `ids` in every segment; grids do not depend on what was added after a capture."""
         return Launch(
             kernel=zero_blocks_kernel,
-            grid=(ids.shape[0], min(self.num_rows, _MAX_PIECES_AT_ONCE)),
+            grid=(ids.shape[0], max(min(self.num_rows, _MAX_PIECES_AT_ONCE), 1)),
             arguments={
                 "header_ptr": self.header,
                 "ids_ptr": ids,

@@ -7,7 +7,7 @@ import torch
 
 from tests.aot.compiling import SM_90, Target, assert_fits, compiling_for, num_specialisations, per_target
 from tests.write_cases import CASES, WriteCase, make_tensors
-from triton_kv.blocks import zero_launches
+from triton_kv.blocks import copy_launch, zero_launches
 from triton_kv.kernels.write import write_kernel
 from triton_kv.kernels.zero import zero_kernel
 from triton_kv.launch import Launch, count_compilations
@@ -40,6 +40,23 @@ def test_zero(job):
     assert stores.count(16) == 4096 // (16 * threads)
     assert stores.count(1) == 2
     assert set(stores) == {1, 16}
+
+
+def build_copy(target: Target, alignment: int) -> Launch:
+    addresses = torch.empty(64, 3, dtype=torch.int64, device="meta")
+    pairs = torch.empty(16, 2, dtype=torch.int32, device="meta")
+    control = torch.empty(8, dtype=torch.int32, device="meta")
+    return copy_launch(addresses, pairs, control, alignment=alignment, largest_block_bytes=32 << 10)
+
+
+@pytest.mark.parametrize("job", per_target("copy", lambda target: build_copy(target, 16), quick=True), ids=str)
+def test_copy(job):
+    compiled = job.compile()
+    assert_fits(compiled)
+    assert compiled.shared_bytes <= 16  # the atomic's answer, for all threads to see
+    stores = vector_stores(job.target, compiled.text)
+    threads = job.build().num_warps * job.target.gpu.warp_size
+    assert stores.count(16) >= 8192 // (16 * threads), "blocks go 16 bytes at a time"
 
 
 def build_write(case: WriteCase) -> Launch:

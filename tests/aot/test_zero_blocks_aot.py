@@ -22,7 +22,7 @@ def build_blocks(dtype: torch.dtype, target: Target) -> Launch:
         "header_ptr": HEADER,
         "ids_ptr": torch.empty(64, dtype=dtype, device="meta"),
         "control_ptr": CONTROL,
-        "KIND": 3,
+        "KIND": 4,
         "BLOCK_WORDS": 1024,
     }
     return Launch(zero_blocks_kernel, (64, 64), arguments, num_warps=4, num_stages=1)

@@ -255,6 +255,36 @@ def test_blocks_that_come_back_are_zero_in_every_state(packed):
             assert (view[:2].contiguous().view(torch.uint8) == 0xFF).all()
 
 
+def test_the_table_of_segments_leaves_out_groups_that_sleep():
+    """A captured `zero_blocks` may be replayed while a group sleeps: it must not touch what is not mapped."""
+    driver = tkv.HostMemory(PAGE)
+    faulty = tkv.FaultyMemory(driver)
+    with reserve({"a": ATTENTION, "m": MAMBA, "l": MLA}, faulty) as cache:
+        cache.extend(9)
+        table = cache._store.zeroing.table
+        everything = list(table.segments)
+        attention = everything[:1]
+        cache.sleep(groups=["attention"])
+        assert table.segments == everything[1:]
+        faulty.fail("create")
+        with pytest.raises(tkv.TritonKVError):
+            cache.wake()
+        assert table.segments == everything[1:]
+        cache.sleep(groups=["mamba"])
+        assert len(table.segments) == len(everything) - 2
+        cache.wake(groups=["attention"])
+        assert table.segments[:1] == attention
+        cache.wake()
+        assert table.segments == everything
+        cache.zero_blocks([8])
+        for _ in range(20):  # old tables are dropped, the newest is what the header names
+            cache.sleep()
+            assert table.segments == []
+            cache.wake()
+        assert len(table._tables) <= 8
+        assert int(table.header[0]) == table._tables[-1].data_ptr()
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["apart", "packed"])
 def test_zero_blocks_covers_every_state_and_nothing_else(packed):
     with reserve({"a": ATTENTION, "m": MAMBA, "l": MLA, "own": Codebook(5)}, packed=packed, layout="LBTNHD") as cache:

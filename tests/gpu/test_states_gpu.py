@@ -282,6 +282,30 @@ def test_zero_blocks_in_a_graph_skips_negative_ids_and_sees_later_segments():
         assert cache.check() == (1, "block zeroed", 4, CAPACITY)
 
 
+def test_a_captured_zeroing_leaves_out_groups_that_sleep():
+    groups = [tkv.LayerGroup("attention", {"a": ATTENTION}), tkv.LayerGroup("mamba", {"m": MAMBA})]
+    with reserve(groups) as cache:
+        cache.extend(CAPACITY)
+        ids = torch.tensor([5, CAPACITY - 1], dtype=torch.int32, device=DEVICE)
+        cache.zero_blocks(ids)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            cache.zero_blocks(ids)
+        cache.sleep(groups=["attention"])
+        for number, view in enumerate(cache["m"].states):
+            tag(view, slice(0, CAPACITY), number)
+        graph.replay()
+        torch.cuda.synchronize()  # an access to what sleeps would have faulted
+        assert all(is_zero(view[5]) and is_zero(view[-1]) for view in cache["m"].states)
+        assert all(has_tag(view, slice(6, CAPACITY - 1), number) for number, view in enumerate(cache["m"].states))
+        cache.wake()
+        cache["a"].kv.fill_(1)
+        graph.replay()
+        assert is_zero(cache["a"].k[5])
+        assert is_zero(cache["a"].v[CAPACITY - 1])
+        assert bool((cache["a"].kv[:, 6 : CAPACITY - 1] == 1).all())
+
+
 def test_zero_blocks_reaches_beyond_4_gib():
     """Block offsets of 64 bits: a state of 4 MiB a block."""
     spec = tkv.MambaSpec([("state", (1 << 20,), torch.float32)])

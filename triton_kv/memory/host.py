@@ -72,6 +72,7 @@ class HostMemory:
     def __del__(self, close=os.close) -> None:  # type: ignore[no-untyped-def]
         file = self.__dict__.get("_file")
         if file is not None:
+            self._file = -1  # what dies later, in a cycle with this, has nothing to give back any more
             close(file)
 
     @property
@@ -230,7 +231,7 @@ class HostMemory:
     def _give_back(self, dead: list[tuple[int, int]]) -> None:
         """Punch dead handles out of the file. What the machine refuses is tried again with the next ones."""
         self._refused += dead
-        dead, self._refused = self._refused, []
+        dead, self._refused = self._refused if self._file >= 0 else [], []
         for handle, num_bytes in dead:
             if _libc().fallocate(self._file, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, handle, num_bytes):
                 code = errno.errorcode[ctypes.get_errno()]

@@ -49,6 +49,8 @@ class Reservation:
         self._estate = Estate(memory, self.address, self.num_bytes)
         self._lease: Lease | None = Lease(self._estate)
         self._closed = False
+        # Called when memory runs out: gives back spare handles of others too, and says whether there were any.
+        self.relieve: Callable[[], bool] | None = None
         self.broken = False  # an undo failed: the books are true, but not what the owner believes
 
     @property
@@ -229,6 +231,10 @@ class Reservation:
 
         A handle that cannot be released stays in the books, and every later change tries it again.
         """
+        self._sort_leaving()
+        return self._release()
+
+    def _sort_leaving(self) -> None:
         estate = self._estate
         room = self.policy.pool_bytes - self.pooled_bytes
         while estate.leaving:
@@ -239,15 +245,12 @@ class Reservation:
             else:
                 estate.strays.append(run)
             estate.leaving.pop()
-        return self._release()
 
     def trim(self, limit_bytes: int = 0) -> list[BaseException]:
         """Release unused handles until at most `limit_bytes` of them are kept. Returns what `settle` returns."""
         self._check_usable()
-        estate = self._estate
-        while estate.pool and self.pooled_bytes > limit_bytes:
-            estate.strays.append(estate.pool[0])
-            del estate.pool[0]
+        self._sort_leaving()
+        self._drain_pool(limit_bytes)
         return self._release()
 
     def close(self) -> None:
@@ -267,6 +270,13 @@ class Reservation:
                 self._lease = None
         raise_together(failures + reap(self.memory))
 
+    def drain_pool(self) -> bool:
+        """Release the spare handles; returns whether there were any. Leaves alone what a transaction took out."""
+        had_some = bool(self._estate.pool)
+        self._drain_pool(0)
+        self._release()
+        return had_some
+
     # Steps, each with its undo.
 
     def _create(self, run: Run, transaction: Transaction) -> None:
@@ -281,9 +291,8 @@ class Reservation:
         try:
             run.handle = self.memory.create(run.num_bytes)
         except DriverError as error:
-            if not (error.out_of_memory and pool):
+            if not (error.out_of_memory and (self.relieve or self.drain_pool)()):
                 raise
-            self.trim()  # spare handles of another size are in the way
             run.handle = self.memory.create(run.num_bytes)
 
     def _map(self, run: Run, transaction: Transaction) -> None:
@@ -387,6 +396,12 @@ class Reservation:
     def _release(self) -> list[BaseException]:
         with self.memory.activate():
             return self._estate.release_strays()
+
+    def _drain_pool(self, limit_bytes: int) -> None:
+        pool = self._estate.pool
+        while pool and self.pooled_bytes > limit_bytes:
+            self._estate.strays.append(pool[0])
+            del pool[0]
 
     def _retry_strays(self) -> None:
         warn(self.memory, "an old handle could not be released yet", self._estate.release_strays())

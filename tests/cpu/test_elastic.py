@@ -1,0 +1,777 @@
+"""Shrink, sleep, wake, coalesce, aliases, copies: what each does, on the host driver."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+import torch
+from elastic_store import CAPACITY, G, Model, faulty, held, make_store, segments
+
+from triton_kv import AttentionSpec, KVCache
+from triton_kv.errors import Asleep, BadAccess, Broken, CaptureError, DriverError, OutOfMemory, Unavailable
+from triton_kv.groups import LayerGroup
+from triton_kv.memory import AllocatedMemory, FaultyMemory, HandlePolicy, HostMemory, PoisonedMemory
+from triton_kv.store import BlockStore, MemoryChange
+
+SPEC = AttentionSpec(num_kv_heads=2, head_dim=16, dtype=torch.float32)
+
+
+def filled(num_blocks: int, *steps: int, **options: object) -> tuple[BlockStore, Model]:
+    store = make_store(faulty("host"), **options)  # type: ignore[arg-type]
+    model = Model(store)
+    for size in (*steps, num_blocks):
+        store.extend(size)
+    model.resize(num_blocks)
+    model.write_all(store)
+    return store, model
+
+
+def free_bytes(store: BlockStore) -> int:
+    return store.memory.memory_info()[0]
+
+
+# Shrink.
+
+
+@pytest.mark.parametrize("policy", [None, HandlePolicy(2 * G)], ids=["one handle a run", "chunks"])
+@pytest.mark.parametrize("target", range(0, 21, 4))
+def test_shrink_gives_back_to_the_granule(target: int, policy: HandlePolicy | None) -> None:
+    store, model = filled(20, 1, 9, handles=policy)
+    before, epoch = free_bytes(store), store.epoch
+    freed = store.shrink(target)
+    model.resize(target)
+    model.check(store)
+    assert freed == free_bytes(store) - before
+    assert store.mapped_bytes == store.mapped_bytes_at(target)
+    assert (freed.kept_bytes, freed.reasons) == (0, ())
+    assert (store.epoch > epoch) == (freed > 0)
+    store.extend(CAPACITY)
+    model.resize(CAPACITY)
+    model.check(store)  # zeros, although all of it had been written
+
+
+def test_shrink_with_too_little_memory_to_replace_a_handle() -> None:
+    # One handle a segment of 20 blocks, and no memory beside them: no handle can be cut.
+    probe, _ = filled(20)
+    budget = probe.mapped_bytes
+    store = make_store(faulty("host", budget))
+    model = Model(store)
+    store.extend(20)
+    model.resize(20)
+    model.write_all(store)
+    freed = store.shrink(12)
+    model.resize(12)
+    model.check(store)
+    assert freed == 0
+    assert freed.kept_bytes == store.mapped_bytes - store.mapped_bytes_at(12) > 0
+    assert all("ENOMEM" in reason for reason in freed.reasons)
+    # Once there is memory, the same call gives it back.
+    store.memory.memory.memory._budget_bytes += 8 * G  # type: ignore[attr-defined]
+    again = store.shrink(12)
+    assert again == freed.kept_bytes
+    assert store.mapped_bytes == store.mapped_bytes_at(12)
+    model.check(store)
+
+
+def test_shrink_needs_the_memory_of_one_handle_only() -> None:
+    probe, _ = filled(20)
+    largest = max(run.num_bytes for buffer, _ in probe.buffers for run in buffer._reservation.runs)
+    store = make_store(faulty("host", probe.mapped_bytes + largest))
+    model = Model(store)
+    store.extend(20)
+    model.resize(20)
+    model.write_all(store)
+    freed = store.shrink(19)
+    model.resize(19)
+    model.check(store)
+    assert freed.kept_bytes == 0
+    assert store.mapped_bytes == store.mapped_bytes_at(19)
+
+
+def test_the_fewest_blocks_that_release_a_handle() -> None:
+    store, _ = filled(20, 2, 9)
+    number = store.min_release_blocks()
+    assert number == 9  # a handle of the dense buffer's last growth goes at 11 blocks, one of the padded at 9
+
+    def released(num_blocks: int) -> int:
+        return sum(
+            len(buffer._reservation.unneeded(buffer._ranges(0, num_blocks * block_bytes)))
+            for buffer, block_bytes in store.buffers
+        )
+
+    assert [released(20 - blocks) > 0 for blocks in (number - 1, number)] == [False, True]
+    assert make_store(faulty("host")).min_release_blocks() == 0
+
+
+def test_order_of_a_shrink() -> None:
+    store, _ = filled(20, 4)
+    seen: list[tuple[str, int, int]] = []
+    inner = store.memory.memory
+
+    class Recorder(FaultyMemory):
+        def _pass(self, call: str) -> None:
+            seen.append((call, store.num_blocks, int(store.control[0])))
+
+    recorder = Recorder(inner)
+    store.memory = recorder
+    for buffer, _ in store.buffers:
+        buffer._memory = buffer._reservation.memory = buffer._reservation._estate.memory = recorder
+    store.shrink(4)
+    calls = [call for call, _, _ in seen]
+    assert seen[0] == ("synchronize", 4, 4), "count and watermark come first, then the wait"
+    assert "release" not in calls[: len(calls) - calls[::-1].index("unmap")], "released only when all is unmapped"
+
+
+def test_shrink_waits_for_what_it_is_told() -> None:
+    store, _ = filled(20, 4)
+
+    class Event:
+        waited = 0
+
+        def synchronize(self) -> None:
+            self.waited += 1
+            assert store.num_blocks == int(store.control[0]) == 4
+            assert store.mapped_bytes == store.mapped_bytes_at(20)
+
+    event = Event()
+    calls = store.memory.calls["synchronize"]
+    store.shrink(4, after=event)
+    assert event.waited == 1
+    assert store.memory.calls["synchronize"] == calls
+
+
+def test_pooled_handles_are_used_again() -> None:
+    store, model = filled(20, handles=HandlePolicy(2 * G, pool_bytes=6 * G))
+    before = free_bytes(store)
+    freed = store.shrink(2)
+    model.resize(2)
+    pooled = store.stats().pooled_bytes
+    assert 0 < pooled <= 2 * 6 * G
+    assert freed == free_bytes(store) - before
+    created = store.memory.calls["create"]
+    store.extend(20)
+    model.resize(20)
+    model.check(store)
+    assert store.stats().pooled_bytes < pooled
+    new_handles = sum(buffer.num_handles for buffer, _ in store.buffers)
+    assert store.memory.calls["create"] - created < new_handles
+    store.shrink(2)
+    before = free_bytes(store)
+    assert store.trim() == free_bytes(store) - before > 0
+    assert store.stats().pooled_bytes == 0
+
+
+def test_a_pool_gives_way_to_a_growth_that_needs_its_memory() -> None:
+    store = make_store(faulty("host"), handles=HandlePolicy(3 * G, pool_bytes=64 * G))
+    store.extend(20)
+    store.shrink(0)
+    assert store.stats().pooled_bytes > 0
+    store.memory.memory.memory._budget_bytes = store.mapped_bytes_at(CAPACITY)  # type: ignore[attr-defined]
+    store.extend(CAPACITY)
+    assert store.num_blocks == CAPACITY
+
+
+# Coalesce.
+
+
+def test_coalesce_makes_one_handle_a_segment() -> None:
+    store, model = filled(20, 1, 2, 7, 11)
+    expected, before = store.coalesce_bytes(), held(store)
+    report = store.coalesce()
+    model.check(store)
+    num_segments = sum(buffer.num_segments for buffer, _ in store.buffers)
+    assert report == (num_segments, expected, num_segments)
+    assert expected > 0
+    after = held(store)
+    assert after.mapped_bytes == before.mapped_bytes
+    assert after.num_handles == num_segments < before.num_handles
+    assert after.epoch == before.epoch + 1
+    assert store.coalesce() == (0, 0, num_segments)
+    assert store.epoch == after.epoch, "nothing to do, nothing moved"
+    store.shrink(5)
+    model.resize(5)
+    model.check(store)
+
+
+def test_coalesce_without_memory_says_what_it_needs() -> None:
+    probe, _ = filled(20, 1, 2, 7, 11)
+    store = make_store(faulty("host", probe.mapped_bytes))
+    model = Model(store)
+    for size in (1, 2, 7, 11, 20):
+        store.extend(size)
+    model.resize(20)
+    model.write_all(store)
+    with pytest.raises(OutOfMemory, match="coalesce") as caught:
+        store.coalesce()
+    assert caught.value.asked_bytes == probe.coalesce_bytes()
+    model.check(store)
+    assert store.state == "open"
+
+
+# Sleep and wake.
+
+
+@pytest.mark.parametrize("live", [None, [0, 3, 4, 12], []], ids=["all", "some", "none"])
+@pytest.mark.parametrize("keep", [None, "host"])
+def test_sleep_and_wake(keep: str | None, live: list[int] | None) -> None:
+    if keep is None and live is not None:
+        with pytest.raises(ValueError, match="live blocks are kept only"):
+            filled(3)[0].sleep(live=live)
+        return
+    store, model = filled(13, 2)
+    addresses = [buffer.base_ptr for buffer, _ in store.buffers]
+    before = held(store)
+    report = store.sleep(keep=keep, live=live)
+    assert report.freed == free_bytes(store) - before.free_bytes == before.mapped_bytes
+    kept = range(13) if live is None else live
+    assert report.host_bytes == (len(kept) * store.block_bytes if keep else 0)
+    assert store.stats().host_bytes == report.host_bytes
+    assert (store.state, store.num_blocks, int(store.control[0]), store.mapped_bytes) == ("asleep", 0, 0, 0)
+    woken = store.wake()
+    assert (woken.num_blocks, woken.host_bytes) == (13, report.host_bytes)
+    for block in range(13):
+        if keep is None or block not in kept:
+            model.values[block] = 0
+    model.check(store)
+    assert [buffer.base_ptr for buffer, _ in store.buffers] == addresses
+    assert store.epoch == before.epoch + 2
+    assert store.mapped_bytes == before.mapped_bytes
+    assert store.stats().host_bytes == 0
+    assert store.wake().host_bytes == 0, "nothing sleeps any more"
+
+
+def test_host_memory_made_beforehand() -> None:
+    store, model = filled(13)
+    seconds = store.prepare_sleep()
+    assert seconds > 0
+    assert store.stats().host_bytes == 13 * store.block_bytes
+    pins = store.memory.calls["pin"]
+    for _ in range(3):
+        assert store.sleep(keep="host").pin_seconds == 0
+        store.wake()
+        model.check(store)
+    assert store.memory.calls["pin"] == pins
+    store.close(lambda: None)
+    assert store.memory.pinned_bytes == 0
+
+
+def test_everything_is_refused_while_asleep() -> None:
+    store, _ = filled(5)
+    store.sleep()
+    for use in (
+        lambda: store.extend(6),
+        lambda: store.extend_async(6),
+        lambda: store.shrink(1),
+        lambda: store.sleep(),
+        lambda: store.coalesce(),
+        lambda: store.copy_blocks([(0, 1)]),
+        lambda: store.compaction_plan([0]),
+        lambda: store.require_committed(),
+        lambda: store.prepare_sleep(),
+    ):
+        with pytest.raises(Asleep, match=r"call wake\(\) first"):
+            use()
+    store.close(lambda: None)
+    assert store.memory.live == (0, 0, 0)
+
+
+def test_wake_with_too_little_memory_works_later() -> None:
+    store, model = filled(13)
+    store.sleep(keep="host")
+    asleep = held(store)
+    host = store.memory.memory.memory
+    other = host.create((64 << 20) - G)  # type: ignore[attr-defined]
+    with pytest.raises(OutOfMemory, match=r"wake\(\)") as caught:
+        store.wake()
+    assert caught.value.free_bytes == G
+    assert held(store)._replace(free_bytes=0, live=()) == asleep._replace(free_bytes=0, live=())
+    host.release(other)  # type: ignore[attr-defined]
+    store.wake()
+    model.check(store)
+
+
+def test_buffers_sleep_alone() -> None:
+    store, model = filled(9)
+    before = held(store)
+    report = store.sleep(keep="host", only=[1])
+    assert report.freed == store.buffers[1].buffer.mapped_bytes_at(9 * store.buffers[1].block_bytes)
+    assert (store.num_blocks, int(store.control[0]), store.state) == (9, 9, "asleep")
+    store.require_committed(0)
+    with pytest.raises(Asleep):
+        store.require_committed(1)
+    with pytest.raises(Asleep):
+        store.extend(10)
+    with pytest.raises(Asleep):
+        store.sleep(only=[1])
+    store.sleep(only=[0])
+    assert (store.num_blocks, store.mapped_bytes) == (0, 0)
+    store.wake([1])
+    assert (store.num_blocks, store.state) == (9, "asleep")
+    store.wake()
+    model.values[:, :2] = 0  # of the buffer whose contents were dropped
+    model.check(store)
+    assert store.mapped_bytes == before.mapped_bytes
+
+
+# Two steps, and those who watch.
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda store: store.growing(15),
+        lambda store: store.shrinking(3),
+        lambda store: store.sleeping(keep="host"),
+    ],
+    ids=["growing", "shrinking", "sleeping"],
+)
+def test_an_exception_between_the_steps_undoes_the_first(change) -> None:
+    store, model = filled(9, 2)
+    before = held(store)
+
+    with pytest.raises(ConnectionError), change(store):
+        raise ConnectionError("another rank could not")
+    assert held(store) == before
+    model.check(store)
+    with change(store):
+        pass
+    assert held(store) != before
+
+
+def test_waking_is_undone_too() -> None:
+    store, model = filled(9, 2)
+    store.sleep(keep="host")
+    before = held(store)
+    with pytest.raises(KeyboardInterrupt), store.waking():
+        raise KeyboardInterrupt
+    assert held(store) == before
+    store.wake()
+    model.check(store)
+
+
+def test_watchers_are_told_and_may_refuse() -> None:
+    store, model = filled(9, 2)
+    told: list[MemoryChange] = []
+    stop = store.watch(told.append)
+    store.extend(12)
+    store.shrink(4)
+    store.sleep()
+    store.wake()
+    assert [(change.phase, change.old_num_blocks, change.num_blocks) for change in told] == [
+        ("after", 9, 12),
+        ("before", 12, 4),
+        ("after", 12, 4),
+        ("before", 4, 0),
+        ("after", 4, 0),
+        ("after", 0, 4),
+    ]
+    assert told[-1].epoch == store.epoch
+
+    def refuse(change: MemoryChange) -> None:
+        raise ConnectionError("cannot register")
+
+    del told[:]
+    refusing = store.watch(refuse)
+    model.resize(0)
+    model.resize(4)
+    for change in (lambda: store.extend(9), lambda: store.shrink(1), lambda: store.sleep(keep="host")):
+        before = held(store)
+        with pytest.raises(ConnectionError, match="cannot register"):
+            change()
+        assert held(store) == before
+        model.check(store)
+    assert [change.phase for change in told] == ["after", "before", "before", "after", "before", "after"]
+    refusing()
+    stop()
+    store.extend(9)
+    assert len(told) == 6
+
+
+# Undo that fails.
+
+
+@pytest.mark.parametrize("later", [1, 2, 3, 5])
+@pytest.mark.parametrize("operation", ["extend", "shrink", "sleep", "wake", "coalesce"])
+def test_a_failed_undo_breaks_the_store_and_close_frees_all(operation: str, later: int) -> None:
+    broken = 0
+    for nth in range(1, 60):
+        store, _ = filled(12, 3, 7)
+        if operation == "wake":
+            store.sleep(keep="host")
+        memory = store.memory
+        apply = {
+            "extend": lambda s=store: s.extend(20),
+            "shrink": lambda s=store: s.shrink(5),
+            "sleep": lambda s=store: s.sleep(keep="host"),
+            "wake": store.wake,
+            "coalesce": store.coalesce,
+        }[operation]
+        memory.fail("any", nth, code="EIO")
+        memory.fail("any", nth + later, code="EIO")
+        raised = None
+        try:
+            apply()
+        except DriverError as error:
+            raised = error
+        if raised is not None and raised.undo_failures:
+            broken += 1
+            assert store.state == "broken"
+            assert all(str(failure) in " ".join(raised.__notes__) for failure in raised.undo_failures)
+            for use in (lambda s=store: s.extend(24), lambda s=store: s.shrink(0), store.require_committed):
+                with pytest.raises(Broken, match=r"close\(\) frees what it can"):
+                    use()
+        memory.heal()
+        store.close(lambda: None)
+        assert memory.live == (0, 0, 0)
+        assert memory.pinned_bytes == 0
+    assert broken, "no undo failed: the test says nothing"
+
+
+# Aliases.
+
+
+def test_aliases_cost_one_granule_a_buffer_until_the_first_extend() -> None:
+    store = make_store(faulty("host"), alias=True)
+    store.extend(1)
+    assert store.mapped_bytes == 2 * G
+    assert free_bytes(store) == (64 << 20) - 2 * G
+    first, second, *_ = segments(store)
+    first[:] = 7
+    assert bool((second == 7).all()), "both segments show one granule"
+    epoch = store.epoch
+    store.extend(1)
+    assert store.epoch == epoch
+    model = Model(store)
+    store.extend(9)
+    model.resize(9)
+    model.check(store)  # also block 0 is zero: what it held is lost
+    assert store.epoch == epoch + 1
+    assert store.mapped_bytes == store.mapped_bytes_at(9) == (64 << 20) - free_bytes(store)
+    store.shrink(1)
+    assert store.mapped_bytes == store.mapped_bytes_at(1), "only the first time"
+
+
+@pytest.mark.parametrize("operation", ["close", "sleep", "shrink"])
+def test_aliased_memory_goes_like_any_other(operation: str) -> None:
+    store = make_store(faulty("host"), alias=True)
+    store.extend(1)
+    if operation == "sleep":
+        store.sleep(keep="host")
+        assert store.mapped_bytes == 0
+        store.wake()
+        assert store.mapped_bytes == store.mapped_bytes_at(1)
+    if operation == "shrink":
+        assert store.shrink(0) == 2 * G
+    store.close(lambda: None)
+    assert store.memory.live == (0, 0, 0)
+
+
+# In the background.
+
+
+def test_extend_async_shows_blocks_only_when_complete() -> None:
+    store, model = filled(3)
+    inner = store.memory
+    entered, proceed = threading.Event(), threading.Event()
+    real = inner.wait
+
+    def slow() -> None:
+        if threading.current_thread().name == "triton_kv extend":
+            entered.set()
+            assert proceed.wait(20)
+        real()
+
+    inner.wait = slow  # type: ignore[method-assign]
+    future = store.extend_async(9)
+    assert entered.wait(20)
+    assert not future.done()
+    assert (store.num_blocks, int(store.control[0])) == (3, 3)
+    store.require_committed()
+    store.copy_blocks([(0, 1)])  # serving goes on
+    proceed.set()
+    future.result(20)
+    model.resize(9)
+    model.values[1] = model.values[0]
+    model.check(store)
+
+
+def test_extend_async_reports_errors() -> None:
+    store, _ = filled(3)
+    before = held(store)
+    store.memory.fail("create")
+    with pytest.raises(OutOfMemory):
+        store.extend_async(9).result(20)
+    assert held(store) == before
+    store.sleep()
+    with pytest.raises(Asleep):
+        store.extend_async(9)
+
+
+# Captures.
+
+
+def test_no_change_during_a_capture() -> None:
+    store, _ = filled(5)
+    before = held(store)
+    store.memory.is_capturing = lambda: True  # type: ignore[method-assign]
+    for change in (
+        lambda: store.extend(6),
+        lambda: store.extend_async(6),
+        lambda: store.shrink(1),
+        lambda: store.sleep(),
+        lambda: store.coalesce(),
+        lambda: store.trim(),
+        lambda: store.copy_blocks([(0, 1)]),
+        lambda: store.close(lambda: None),
+    ):
+        with pytest.raises(CaptureError, match="capture"):
+            change()
+    assert store.stats().num_blocks == 5
+    del store.memory.is_capturing
+    assert held(store) == before
+    store.sleep()
+    store.memory.is_capturing = lambda: True  # type: ignore[method-assign]
+    with pytest.raises(CaptureError):
+        store.wake()
+
+
+# Copies and compaction.
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [(0, 5)],
+        [(0, 1), (1, 0)],
+        [(0, 1), (1, 2), (2, 3), (3, 0), (7, 8)],
+        [(4, 2), (4, 3), (-1, 0), (5, 5)],
+        [],
+    ],
+    ids=["one", "swap", "cycle", "fan and padding", "none"],
+)
+def test_copies_on_the_host_are_as_if_at_once(pairs: list[tuple[int, int]]) -> None:
+    store, model = filled(9)
+    before = model.values.copy()
+    store.copy_blocks(pairs)
+    for source, target in pairs:
+        if source >= 0 and target >= 0:
+            model.values[target] = before[source]
+    model.check(store)
+
+
+def test_copies_that_cannot_be() -> None:
+    store, _ = filled(9)
+    with pytest.raises(ValueError, match="block 9 is not one of the 9 committed"):
+        store.copy_blocks([(9, 0)])
+    with pytest.raises(ValueError, match="two copies have block 3"):
+        store.copy_blocks([(1, 3), (2, 3)])
+    store.copy_blocks(torch.tensor([[1, 9], [2, 3]], dtype=torch.int32))
+    assert store.check() == (1, "block copied", 0, 9)
+
+
+@pytest.mark.parametrize("live", [[0, 7, 18], [], range(20), [19], [1, 2, 17, 3, 19]], ids=str)
+def test_compaction_frees_what_it_promises(live) -> None:
+    store, model = filled(20)
+    plan = store.compaction_plan(live)
+    before = free_bytes(store)
+    old = model.values.copy()
+    store.copy_blocks(plan.moves)
+    freed = store.shrink(plan.num_blocks)
+    assert freed == plan.freed_bytes == free_bytes(store) - before
+    model.resize(plan.num_blocks)
+    for block in live:
+        model.values[int(plan.remapping[block])] = old[block]
+    model.check(store)
+
+
+def test_compaction_of_blocks_that_are_not_there() -> None:
+    with pytest.raises(ValueError, match="live block 9 is not one of the 9"):
+        filled(9)[0].compaction_plan([1, 9])
+
+
+# Accounting.
+
+
+def test_stats_agree_with_the_driver() -> None:
+    store, _ = filled(13, 2)
+    stats = store.stats()
+    assert stats.mapped_bytes == (64 << 20) - free_bytes(store)
+    assert stats.committed_bytes == 13 * store.block_bytes
+    assert stats.padding_bytes == stats.mapped_bytes - stats.committed_bytes
+    assert stats.num_handles == store.memory.live.handles
+    store.memory.fail("map")
+    with pytest.raises(DriverError):
+        store.extend(20)
+    store.shrink(3)
+    store.sleep()
+    stats = store.stats()
+    assert (stats.extends, stats.shrinks, stats.sleeps, stats.failures) == (2, 1, 1, 1)
+    assert (stats.state, stats.mapped_bytes, stats.num_handles) == ("asleep", 0, 0)
+    text = stats.prometheus({"model": 'a "b"\n'})
+    assert f'triton_kv_reserved_bytes{{model="a \\"b\\"\\n"}} {stats.reserved_bytes}\n' in text
+    assert '# TYPE triton_kv_extends_total counter\ntriton_kv_extends_total{model="a \\"b\\"\\n"} 2\n' in text
+    assert 'triton_kv_info{state="asleep",' in text
+    for line in text.splitlines():
+        assert line.startswith("# TYPE triton_kv_") or line.split("}")[-1].strip().isdigit()
+
+
+def test_a_handle_that_is_not_released_is_counted_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    store, _ = filled(20, 4)
+    before = free_bytes(store)
+    store.memory.fail("release")
+    with caplog.at_level(logging.WARNING):
+        freed = store.shrink(4)
+    assert freed == free_bytes(store) - before
+    assert freed.kept_bytes == store.stats().stray_bytes > 0
+    assert freed.reasons == ("release failed with EIO: injected",)
+    assert "a later shrink gives back" in caplog.text
+    assert store.shrink(4) == freed.kept_bytes
+    assert store.stats().stray_bytes == 0
+
+
+# Checked mode.
+
+
+def test_checked_mode_raises_in_the_next_op_and_poisons() -> None:
+    store, _ = filled(9, checked=True)
+    store.copy_blocks(torch.tensor([[0, 11]], dtype=torch.int32))
+    with pytest.raises(BadAccess, match=r"1 accesses outside the 9 committed blocks .* block copied at row 0: 11"):
+        store.require_committed()
+    store.check(reset=True)
+    store.require_committed()
+    padded, block_bytes = store.buffers[0]
+    store.shrink(4)
+    rest = padded.view(4 * block_bytes, -4 * block_bytes % G)
+    assert rest.numel()
+    assert bool((rest == 0xFF).all()), "what stays mapped behind the last block"
+    model = Model(store)
+    model.resize(4)
+    model.write_all(store)
+    model.check(store)
+
+
+# KVCache.
+
+
+def cache_of(memory=None, **options) -> KVCache:
+    options = {"num_layers": 3, "block_size": 4, "capacity": CAPACITY, **options}
+    return KVCache.reserve(SPEC, memory=memory or PoisonedMemory(HostMemory(G)), **options)
+
+
+def test_a_cache_shrinks_sleeps_and_wakes() -> None:
+    with cache_of() as cache:
+        cache.extend(CAPACITY)
+        layer = cache[1]
+        layer.k[:CAPACITY] = torch.arange(CAPACITY)[:, None, None, None]
+        pointer = layer.k.data_ptr()
+        assert cache.shrink(9) > 0
+        with pytest.raises(TypeError, match="whole number"):
+            cache.shrink(True)
+        with pytest.raises(ValueError, match="not negative"):
+            cache.shrink(-1)
+        with pytest.raises(ValueError, match="use extend"):
+            cache.shrink(10)
+        report = cache.sleep("host", live=[2, 5])
+        assert report.host_bytes == 2 * cache.block_bytes
+        assert cache.asleep
+        with pytest.raises(Asleep):
+            layer.check_usable()
+        cache.wake()
+        assert cache[1].k.data_ptr() == pointer
+        assert cache[1].k[:9, 0, 0, 0].tolist() == [0, 0, 2, 0, 0, 5, 0, 0, 0]
+        assert cache.stats().epoch == cache.epoch == 3
+        future = cache.extend_async(12)
+        future.result(20)
+        assert cache.num_blocks == 12
+        with pytest.raises(ValueError, match="beyond the capacity"):
+            cache.extend_async(CAPACITY + 1)
+        cache.copy_blocks([(2, 11)])
+        assert cache[1].k[11, 0, 0, 0] == 2
+        plan = cache.compaction_plan([2, 5, 11])
+        cache.copy_blocks(plan.moves)
+        cache.shrink(plan.num_blocks)
+        assert sorted(cache[1].k[:3, 0, 0, 0].tolist()) == [2, 2, 5]
+        assert cache.coalesce().num_segments == 0
+        assert cache.min_release_blocks() <= 3
+
+
+def test_groups_of_a_cache_sleep_alone() -> None:
+    groups = [LayerGroup(name, {f"{name}.{i}": SPEC for i in range(2)}) for name in ("main", "draft")]
+    with KVCache.reserve(groups, block_size=4, capacity=CAPACITY, memory=PoisonedMemory(HostMemory(G))) as cache:
+        cache.extend(5)
+        if len({place.buffer for place in cache.geometry.layers}) > 1:
+            cache["main.0"].k[:5] = 3
+            cache["draft.0"].k[:5] = 4
+            cache.sleep(groups=["draft"])
+            cache["main.0"].check_usable()
+            with pytest.raises(Asleep):
+                cache["draft.0"].check_usable()
+            cache.wake(["draft"])
+            assert bool((cache["main.0"].k[:5] == 3).all())
+            assert not cache["draft.0"].k[:5].any()
+        with pytest.raises(ValueError, match="no group 'other': this cache has draft, main"):
+            cache.sleep(groups=["other"])
+        with pytest.raises(TypeError, match=r"sequence of names, such as \['main'\]"):
+            cache.sleep(groups="main")
+
+
+def test_checked_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_KV_CHECKED", "1")
+    with cache_of() as cache:
+        assert cache._store.checked
+
+
+def test_another_configuration_in_the_same_process() -> None:
+    memory = HostMemory(G, budget_bytes=8 << 20)
+    for num_layers in (1, 3, 2):
+        with cache_of(memory, num_layers=num_layers, commit="all"):
+            assert memory.memory_info()[0] < 8 << 20
+        assert memory.memory_info()[0] == 8 << 20
+        assert memory.live == (0, 0, 0)
+
+
+# Plain memory.
+
+
+def test_without_virtual_memory_the_error_names_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton_kv.memory.probe", lambda device: (False, "no such thing here"))
+    monkeypatch.setattr("triton_kv.memory._open", {})
+    options = {"num_layers": 2, "block_size": 4, "device": "cpu"}
+    with pytest.raises(Unavailable, match=r'no such thing here.*fallback="allocate"'):
+        KVCache.reserve(SPEC, capacity=8, **options)
+    with pytest.raises(ValueError, match='fallback must be None or "allocate"'):
+        KVCache.reserve(SPEC, capacity=8, fallback="x", **options)
+    with pytest.raises(ValueError, match="state the capacity"):
+        KVCache.reserve(SPEC, fallback="allocate", **options)
+    with KVCache.reserve(SPEC, capacity=8, fallback="allocate", **options) as cache:
+        assert "no such thing here" in cache.fallback_reason
+        assert (cache.num_blocks, cache.mapped_bytes) == (8, cache.reserved_bytes)
+        assert not cache[0].k.any()
+        cache[1].v[:] = 5
+        assert cache.shrink(3) == 0, "plain memory stays"
+        cache.extend(8)
+        assert bool((cache[1].v[:3] == 5).all())
+        assert not cache[1].v[3:].any()
+        with pytest.raises(ValueError, match="beyond the capacity"):
+            cache.extend(9)
+        report = cache.sleep("host")
+        assert report.freed == 0
+        cache.wake()
+        assert bool((cache[1].v[:3] == 5).all())
+        cache.copy_blocks([(0, 7)])
+        assert bool((cache[1].v[7] == 5).all())
+    assert cache.mapped_bytes == 0
+
+
+def test_plain_memory_is_given_back_at_close() -> None:
+    memory = AllocatedMemory("cpu")
+    cache = cache_of(memory)
+    assert cache.fallback_reason == "asked for"
+    view = cache[0].k
+    cache.close()
+    assert memory.live == (1, 0, 0), "a view keeps it"
+    del view
+    cache_of(memory).close()
+    assert memory.live == (0, 0, 0)

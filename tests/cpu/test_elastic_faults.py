@@ -1,0 +1,173 @@
+"""Every driver call of every change fails once, on every software driver: as before, or done; and the retry works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+from elastic_store import G, Held, Model, faulty, held, make_store
+
+from triton_kv.errors import DriverError, OutOfMemory
+from triton_kv.memory import FaultyMemory, HandlePolicy
+from triton_kv.memory.reservation import reap
+from triton_kv.store import BlockStore
+
+
+class Change(NamedTuple):
+    """A store brought to some state, and one change of it."""
+
+    prepare: Callable[[BlockStore, Model], None]
+    apply: Callable[[BlockStore], object]
+    model: Callable[[Model], None]  # what the change does to the blocks
+    policy: HandlePolicy | None = None
+    alias: bool = False
+    tight: bool = False  # with memory for one handle beside what is held
+
+
+def grow(*sizes: int) -> Callable[[BlockStore, Model], None]:
+    def prepare(store: BlockStore, model: Model) -> None:
+        for size in sizes:
+            store.extend(size)
+            model.resize(size)
+        model.write_all(store)
+
+    return prepare
+
+
+def grow_and_sleep(keep: str | None, live: list[int] | None = None) -> Callable[[BlockStore, Model], None]:
+    def prepare(store: BlockStore, model: Model) -> None:
+        grow(2, 13)(store, model)
+        store.sleep(keep=keep, live=live)
+        kept = model.values.copy()
+        model.resize(0)
+        model.kept = [block for block in range(13) if keep and (live is None or block in live)]  # type: ignore[attr-defined]
+        model.before = kept  # type: ignore[attr-defined]
+
+    return prepare
+
+
+def awake(model: Model) -> None:
+    model.resize(13)
+    for block in model.kept:  # type: ignore[attr-defined]
+        model.values[block] = model.before[block]  # type: ignore[attr-defined]
+
+
+def to(num_blocks: int) -> Callable[[Model], None]:
+    return lambda model: model.resize(num_blocks)
+
+
+def same(model: Model) -> None:
+    pass
+
+
+def emptied(model: Model) -> None:
+    model.values[:] = 0
+    model.resize(9)
+
+
+CHANGES = {
+    "extend the first": Change(grow(), lambda store: store.extend(5), to(5)),
+    "extend": Change(grow(1, 4), lambda store: store.extend(19), to(19)),
+    "extend in chunks": Change(grow(1, 4), lambda store: store.extend(19), to(19), HandlePolicy(2 * G)),
+    "extend in the background": Change(grow(1), lambda store: store.extend_async(9).result(), to(9)),
+    "extend from the pool": Change(
+        lambda store, model: (grow(20)(store, model), store.shrink(3), model.resize(3)),
+        lambda store: store.extend(20),
+        to(20),
+        HandlePolicy(G, 8 * G),
+    ),
+    "extend aliased": Change(grow(), lambda store: store.extend(1), to(1), alias=True),
+    "extend past the aliases": Change(
+        lambda store, model: (store.extend(1), model.resize(1)), lambda store: store.extend(9), emptied, alias=True
+    ),
+    "shrink whole handles": Change(grow(1, 4, 20), lambda store: store.shrink(4), to(4)),
+    "shrink through handles": Change(grow(20), lambda store: store.shrink(7), to(7)),
+    "shrink within a granule": Change(grow(5), lambda store: store.shrink(4), to(4)),
+    "shrink to nothing": Change(grow(3, 20), lambda store: store.shrink(0), to(0)),
+    "shrink with memory for one handle": Change(grow(20), lambda store: store.shrink(17), to(17), tight=True),
+    "shrink into the pool": Change(grow(20), lambda store: store.shrink(3), to(3), HandlePolicy(G, 6 * G)),
+    "coalesce": Change(grow(1, 3, 9, 20), lambda store: store.coalesce(), same),
+    "coalesce with memory for one handle": Change(grow(1, 3, 9, 20), lambda store: store.coalesce(), same, tight=True),
+    "trim": Change(
+        lambda store, model: (grow(20)(store, model), store.shrink(3), model.resize(3)),
+        lambda store: store.trim(),
+        same,
+        HandlePolicy(G, 8 * G),
+    ),
+    "sleep": Change(grow(2, 13), lambda store: store.sleep(), to(0)),
+    "sleep with contents": Change(grow(2, 13), lambda store: store.sleep(keep="host"), to(0)),
+    "sleep with live blocks": Change(grow(2, 13), lambda store: store.sleep(keep="host", live=[0, 5, 6]), to(0)),
+    "wake": Change(grow_and_sleep(None), lambda store: store.wake(), awake),
+    "wake with contents": Change(grow_and_sleep("host"), lambda store: store.wake(), awake),
+    "wake with live blocks": Change(grow_and_sleep("host", [3, 4, 12]), lambda store: store.wake(), awake),
+}
+
+TIGHT = 19 * G  # what the largest replacement of the tight changes takes
+
+
+def start(name: str, change: Change) -> tuple[FaultyMemory, BlockStore, Model]:
+    memory = faulty(name, None if change.tight else 64 << 20)
+    store = make_store(memory, handles=change.policy, alias=change.alias)
+    model = Model(store)
+    if change.tight:  # learn how much the start takes, then allow one handle more
+        change.prepare(store, model)
+        taken, largest = store.mapped_bytes, max(run.num_bytes for b, _ in store.buffers for run in b._reservation.runs)
+        jobs = [job.num_bytes for b, _ in store.buffers for job in b.scattered()]
+        store.close(lambda: None)
+        memory = faulty(name, taken + max([largest, *jobs]))
+        store = make_store(memory, handles=change.policy)
+        model = Model(store)
+    change.prepare(store, model)
+    return memory, store, model
+
+
+def settled(store: BlockStore) -> Held:
+    """The state once what the driver refused to take back has been tried again."""
+    store.trim(sum(buffer.pooled_bytes for buffer, _ in store.buffers))
+    if not store.asleep:
+        store.shrink(store.num_blocks)
+    assert reap(store.memory) == []
+    return held(store)
+
+
+@pytest.mark.parametrize("error", ["driver", "interrupt"])
+@pytest.mark.parametrize("name", ["host", "fake"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_every_call_of_a_change_may_fail(change: Change, name: str, error: str) -> None:
+    memory, store, model = start(name, change)
+    change.apply(store)
+    change.model(model)
+    model.check(store)
+    expected = settled(store)
+    store.close(lambda: None)
+    nth = num_raised = 0
+    while True:
+        nth += 1
+        memory, store, model = start(name, change)
+        before = held(store)
+        memory.fail("any", nth, code="EIO" if error == "driver" else KeyboardInterrupt())
+        try:
+            change.apply(store)
+        except (DriverError, OutOfMemory, KeyboardInterrupt) as raised:
+            num_raised += 1
+            assert not getattr(raised, "undo_failures", ())  # noqa: PT017
+            after = held(store)
+            memory.heal()
+            if after == before:
+                model.check(store)
+            else:  # the change was complete, or several of them are one after the other, and something was given back
+                assert error == "interrupt" or change.tight, f"call {nth}: {before} became {after}"
+            if after[:2] == before[:2]:
+                change.apply(store)
+        untouched = memory.num_planned == 1
+        memory.heal()
+        change.model(model)
+        model.check(store)
+        assert settled(store)._replace(epoch=0) == expected._replace(epoch=0), f"call {nth}"
+        store.close(lambda: None)
+        assert memory.live == (0, 0, 0)
+        assert memory.pinned_bytes == 0
+        if untouched:
+            break
+    assert num_raised > 0 or change is CHANGES["trim"]  # which never raises
