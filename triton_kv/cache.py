@@ -81,7 +81,7 @@ class KVCache:
     @classmethod
     def reserve(
         cls,
-        layers: LayerSpec | Mapping[str, LayerSpec] | LayerGroup | Sequence[LayerGroup],
+        layers: LayerSpec | Mapping[str, LayerSpec | Mapping[str, LayerSpec]] | LayerGroup | Sequence[LayerGroup],
         *,
         block_size: int,
         num_layers: int | None = None,
@@ -102,7 +102,8 @@ class KVCache:
 
         Args:
             layers: what each layer keeps: one spec (with `num_layers`), a mapping of layer name to spec, whose equal
-                specs form a group, or `LayerGroup`s. Layers of one cache share the block numbering.
+                specs form a group, a mapping of group name to such mappings, or `LayerGroup`s. Layers of one cache
+                share the block numbering.
             block_size: tokens a block.
             num_layers: layers of one spec, named `layers.0` and so on.
             capacity: blocks to reserve; by default what the device's total memory could hold.

@@ -95,7 +95,8 @@ def groups_of(layers: object, num_layers: int | None = None) -> tuple[tuple[Laye
     """What `KVCache.reserve` takes, as groups, and the names of all layers in the caller's order.
 
     One spec and a number of layers are `layers.0` and so on. Of a mapping from name to spec, layers with equal specs
-    are a group. Raises `ValueError` or `TypeError` for anything else, and for layers or groups named twice.
+    are a group; a mapping of group name to such mappings names the groups. Raises `ValueError` or `TypeError` for
+    anything else, and for layers or groups named twice.
     """
     if isinstance(layers, (AttentionSpec, StateSpec)) and not isinstance(layers, type):
         if num_layers is None:
@@ -107,6 +108,8 @@ def groups_of(layers: object, num_layers: int | None = None) -> tuple[tuple[Laye
         raise ValueError(f"num_layers {num_layers} goes with one spec only: a mapping or groups name their layers")
     if isinstance(layers, LayerGroup):
         layers = (layers,)
+    if isinstance(layers, Mapping) and layers and all(isinstance(group, Mapping) for group in layers.values()):
+        layers = [LayerGroup(name, members) for name, members in layers.items()]
     if isinstance(layers, Mapping):
         # LayerGroup checks names and specs before anything is compared.
         named = LayerGroup("all", layers)

@@ -161,6 +161,40 @@ def test_groups_share_buffers_and_a_block_belongs_to_one_of_them():
                 assert (cache[name].kv[:, block] == 10 * block + int(name[-1])).all()
 
 
+def test_a_window_group_holds_its_last_blocks_only():
+    """Groups that share buffers have tables of their own: the window's lost blocks serve the full group meanwhile."""
+    tokens, window, scale = 150, 20, 0.25
+    torch.manual_seed(0)
+    k, v = (torch.randn(2, tokens, 2, 16) for _ in range(2))  # of the full layer, and of the window's
+    q = torch.randn(1, 4, 16)
+    lengths = torch.tensor([tokens], dtype=torch.int32)
+    layers = {"full": {"f": ATTENTION}, "window": {"w": WINDOW}}
+    with reserve(layers, shared_by="groups", layout="LBTNHD", capacity=12) as cache:
+        cache.extend(12)
+        full, last = list(range(10)), [-1] * 8 + [10, 11]  # 10 blocks of 16 tokens, of which a window of 20 meets two
+        outs = []
+        for index, (name, table, back) in enumerate([("f", full, None), ("w", last, window)]):
+            slots = torch.tensor([table[t // 16] * 16 + t % 16 if table[t // 16] >= 0 else -1 for t in range(tokens)])
+            tkv.write_kv(k[index], v[index], cache[name], slots)
+            metadata = tkv.AttentionMetadata(
+                block_table=torch.tensor([table], dtype=torch.int32),
+                seq_lens=lengths,
+                query_start_loc=None,
+                slot_mapping=slots[-1:],
+                num_tokens=1,
+                num_seqs=1,
+                max_query_len=1,
+            )
+            outs.append((cache[name], metadata, back))
+        for index, (layer, metadata, back) in enumerate(outs):
+            found = tkv.paged_attention(q, layer, metadata, scale=scale, window=back)
+            first = 0 if back is None else tokens - back
+            keys, values = (x[index, first:].repeat_interleave(2, 1).double() for x in (k, v))
+            weights = torch.softmax(torch.einsum("hd,thd->ht", q[0].double(), keys) * scale, -1)
+            expected = torch.einsum("ht,thd->hd", weights, values)
+            torch.testing.assert_close(found[0].double(), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_shared_buffer_has_the_least_page_that_fits_and_says_what_it_wastes():
     groups = [
         tkv.LayerGroup("attention", {"a.0": WIDE, "a.1": WIDE}),
