@@ -35,7 +35,7 @@ EFFORT = Effort(rounds=3, samples=3, replay_us=1000.0, host_calls=0)
 WORKERS = 12
 # (tokens a tile, warps, stages, programs an SM)
 LOOPS = ((64, 4, 3, 2), (32, 2, 3, 4), (32, 2, 4, 4), (64, 4, 4, 2), (32, 4, 3, 4), (64, 8, 3, 2), (128, 8, 3, 1))
-JOINS = ((16, 1), (32, 2), (32, 4), (64, 4), (64, 8))  # (partials at a time, warps)
+JOINS = ((16, 128, 1), (32, 128, 4), (64, 32, 2), (128, 32, 4), (256, 32, 8))  # (partials, channels, warps)
 
 
 def candidates(case: AttentionCase, default: DecodeChoice, num_sms: int) -> list[DecodeChoice]:
@@ -48,7 +48,9 @@ def candidates(case: AttentionCase, default: DecodeChoice, num_sms: int) -> list
         found.append(replace(default, tile=tile, num_warps=num_warps, num_stages=num_stages, num_chunks=num_chunks))
         if num_chunks > 8:  # fewer partials
             found.append(replace(found[-1], num_chunks=num_chunks * 3 // 4))
-    found += [replace(default, join_parts=parts, join_warps=warps) for parts, warps in JOINS]
+    for parts, channels, warps in JOINS:
+        channels = min(channels, lanes)
+        found.append(replace(default, join_parts=parts, join_channels=channels, join_warps=warps))
     return list(dict.fromkeys(found))
 
 
@@ -158,7 +160,7 @@ def _measure(session: Session, case: AttentionCase) -> dict[str, Any]:
         choice = entry["choice"]
         text = (
             f"tile {choice['tile']:3} warps {choice['num_warps']} stages {choice['num_stages']} chunks "
-            f"{choice['num_chunks']:3} join {choice['join_parts']}x{choice['join_warps']}"
+            f"{choice['num_chunks']:3} join {choice['join_parts']}x{choice['join_channels']}x{choice['join_warps']}"
         )
         if not entry["ok"]:
             print(f"  failed  {text}: {entry['error']}", flush=True)

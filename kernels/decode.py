@@ -448,6 +448,7 @@ def join_kernel(
     SCAN: tl.constexpr,
     ONE_SCAN: tl.constexpr,
     PARTS: tl.constexpr,  # partials read at a time
+    CHANNELS: tl.constexpr,  # of V a program; divides V_LANES
     USE_PDL: tl.constexpr,
 ):
     HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
@@ -455,11 +456,13 @@ def join_kernel(
     UNIT: tl.constexpr = SPLIT if SPLIT > 0 else TILE
     SPAN: tl.constexpr = WINDOW + QUERIES - 1 if WINDOW > 0 else 0
     PARTIAL: tl.constexpr = V_HEAD_DIM + PARTIAL_TAIL
-    place = tl.program_id(0) // (NUM_KV_HEADS * ALL_ROWS)  # a chunk, or with SPLIT a sequence
-    index = tl.program_id(0) % (NUM_KV_HEADS * ALL_ROWS)
+    PIECES: tl.constexpr = V_LANES // CHANNELS
+    place = tl.program_id(0) // (NUM_KV_HEADS * ALL_ROWS * PIECES)  # a chunk, or with SPLIT a sequence
+    index = tl.program_id(0) // PIECES % (NUM_KV_HEADS * ALL_ROWS)
+    piece = tl.program_id(0) % PIECES
     token = index % ALL_ROWS // GROUP
     head = index // ALL_ROWS * GROUP + index % GROUP
-    channel = tl.arange(0, V_LANES)
+    channel = piece * CHANNELS + tl.arange(0, CHANNELS)
     # Under the decode kernel this runs early: it reads only what that kernel waited for.
     if SPLIT > 0:
         seq = place
@@ -488,9 +491,10 @@ def join_kernel(
         joins = joins & (token < tl.load(query_start_loc_ptr + seq + 1) - query_start)
         if token == 0:  # padding tokens past the last sequence
             first_padding = tl.load(query_start_loc_ptr + num_seqs) + place
-            for padding in range(first_padding, num_tokens, tl.num_programs(0) // (NUM_KV_HEADS * ALL_ROWS)):
+            num_places = tl.num_programs(0) // (NUM_KV_HEADS * ALL_ROWS * PIECES)
+            for padding in range(first_padding, num_tokens, num_places):
                 padding_row = tl.cast(padding, tl.int64)
-                nothing = tl.zeros([V_LANES], out_ptr.dtype.element_ty)
+                nothing = tl.zeros([CHANNELS], out_ptr.dtype.element_ty)
                 offset = padding_row * out_stride_token + head.to(tl.int64) * OUT_STRIDE_HEAD
                 tl.store(out_ptr + offset + channel, nothing, mask=channel < V_HEAD_DIM)
                 if lse_ptr is not None:
@@ -502,7 +506,7 @@ def join_kernel(
         part = tl.arange(0, PARTS)
         highest = LOWEST
         denominator = 0.0
-        accumulator = tl.zeros([V_LANES], tl.float32)
+        accumulator = tl.zeros([CHANNELS], tl.float32)
         for start in tl.range(0, num_parts, PARTS):
             number = start + part
             if SPLIT > 0:
@@ -518,7 +522,7 @@ def join_kernel(
                 mask=(number < num_parts)[:, None] & (channel < V_HEAD_DIM)[None, :],
                 other=0.0,
                 cache_modifier=".cg",
-            )  # [PARTS, V_LANES]
+            )  # [PARTS, CHANNELS]
             new_highest = tl.maximum(highest, tl.max(log2_sums, 0))
             weights = tl.exp2(log2_sums - new_highest)
             shrink = tl.exp2(highest - new_highest)

@@ -20,8 +20,11 @@ from triton_kv.errors import (
     Closed,
     DriverError,
     Forked,
+    InconsistentRanks,
     NothingCommitted,
     OutOfMemory,
+    RankError,
+    RankLost,
     TritonKVError,
     Unavailable,
 )
@@ -30,11 +33,13 @@ from triton_kv.geometry import BufferGeometry, CacheGeometry, PlacedLayer, arran
 from triton_kv.groups import LayerGroup, equal_groups
 from triton_kv.layer import LayerCache, StateCache
 from triton_kv.layout import CacheLayout
+from triton_kv.ledger import MemoryLedger, MemoryReader, MemoryReading, StageRecord
 from triton_kv.memory import FakeMemory, FaultyMemory, HostMemory, PoisonedMemory, VirtualMemory, open_memory, probe
 from triton_kv.merging import merge_attention, merge_attention_reference
 from triton_kv.metadata import AttentionBuffers, AttentionMetadata
 from triton_kv.plan import AttentionPlan
-from triton_kv.sizing import Plan, fit_blocks, plan_blocks
+from triton_kv.ranks import agree
+from triton_kv.sizing import CacheCost, CacheShare, Plan, fit_blocks, fit_caches, plan_blocks
 from triton_kv.spec import AttentionSpec, BlockTensor, MambaSpec, MLASpec, StateSpec, StateTensor
 from triton_kv.version import __version__
 from triton_kv.writing import write_kv, write_kv_reference
@@ -49,8 +54,10 @@ __all__ = [
     "BlockTensor",
     "Broken",
     "BufferGeometry",
+    "CacheCost",
     "CacheGeometry",
     "CacheLayout",
+    "CacheShare",
     "CaptureError",
     "CheckReport",
     "Closed",
@@ -61,16 +68,23 @@ __all__ = [
     "FaultyMemory",
     "Forked",
     "HostMemory",
+    "InconsistentRanks",
     "KVCache",
     "LayerCache",
     "LayerGroup",
     "MLASpec",
     "MambaSpec",
+    "MemoryLedger",
+    "MemoryReader",
+    "MemoryReading",
     "NothingCommitted",
     "OutOfMemory",
     "PlacedLayer",
     "Plan",
     "PoisonedMemory",
+    "RankError",
+    "RankLost",
+    "StageRecord",
     "StateCache",
     "StateSpec",
     "StateTensor",
@@ -78,10 +92,12 @@ __all__ = [
     "Unavailable",
     "VirtualMemory",
     "__version__",
+    "agree",
     "arrange",
     "compile_kernels",
     "equal_groups",
     "fit_blocks",
+    "fit_caches",
     "groups_from_backends",
     "merge_attention",
     "merge_attention_reference",

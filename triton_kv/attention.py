@@ -11,19 +11,24 @@ from triton_kv.decode import (
     Batch,
     Workspace,
     cache_geometry,
+    choice_of,
     decode_launches,
     decodes,
+    make_workspace,
     row_divisor,
     stride_token,
 )
 from triton_kv.kernels.decode import decode_kernel
 from triton_kv.kernels.prefill import prefill_kernel
 from triton_kv.launch import Launch, eager, interpreted, register
+from triton_kv.launch_cache import LaunchCache, described
 from triton_kv.layer import OPERANDS_SCHEMA, LayerCache, LayerOperands, operands_of
 from triton_kv.metadata import AttentionMetadata
 from triton_kv.scoring import SCORING_SCHEMA, Scoring, make_scoring
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
     from triton_kv.plan import AttentionPlan
 
 MAX_HEAD_DIM = 512
@@ -89,39 +94,147 @@ def paged_attention(
     schedulers, without their plan step); prefill is FlashAttention-2 with the heads of a group packed into rows.
     """
     operands = operands_of(layer)
-    _check(q, operands, metadata, out)
-    scoring = make_scoring(
-        q.shape[2],
-        q.shape[1],
-        q.device,
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-    )
+    key = None
+    if isinstance(q, torch.Tensor) and q.is_cuda and eager(q, out, operands.k_cache, metadata.block_table):
+        key = _call_key(q, operands, metadata, scale, causal, window, softcap, sinks, alibi_slopes, out, return_lse)
+        key = (*key, plan is None, batch_invariant)
+    if key is None or not _CALLS.knows(key):
+        _check(q, operands, metadata, out)
     if out is None:
         out = q.new_empty((q.shape[0], q.shape[1], operands.v_head_dim))
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-    workspace = None if plan is None else plan.workspace_for(q, operands, metadata, scoring.window, batch_invariant)
-    attend = _attend if eager(q, out, operands.k_cache, metadata.block_table) else _OP
-    attend(
-        q,
-        metadata.block_table,
-        metadata.seq_lens,
-        metadata.query_start_loc,
-        metadata.table_rows,
+    batch = Batch.of(metadata)
+
+    def scoring() -> Scoring:
+        return make_scoring(
+            q.shape[2],
+            q.shape[1],
+            q.device,
+            scale=scale,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+        )
+
+    workspace = None if plan is None else plan.workspace_for(q, operands, metadata, window or 0, batch_invariant)
+    if key is not None and q.shape[0]:
+        _launch_known(key, q, operands, batch, out, lse, scoring, sinks, alibi_slopes, batch_invariant, workspace)
+    else:
+        attend = _attend if eager(q, out, operands.k_cache, metadata.block_table) else _OP
+        partials, chunks = (None, None) if workspace is None else workspace
+        attend(q, *batch, out, lse, partials, chunks, batch_invariant, *scoring(), *operands)
+    return out if lse is None else (out, lse)
+
+
+# Parameters of attention kernels that take tensors, in the order of `_launch_known`.
+_CALLS = LaunchCache(
+    (
+        "q_ptr",
+        "k_cache_ptr",
+        "v_cache_ptr",
+        "block_table_ptr",
+        "seq_lens_ptr",
+        "query_start_loc_ptr",
+        "table_rows_ptr",
+        "sinks_ptr",
+        "alibi_slopes_ptr",
+        "control_ptr",
+        "chunks_ptr",
+        "out_ptr",
+        "lse_ptr",
+        "partials_ptr",
+    )
+)
+
+
+def _call_key(
+    q: torch.Tensor,
+    operands: LayerOperands,
+    metadata: AttentionMetadata,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    out: torch.Tensor | None,
+    return_lse: bool,
+) -> tuple[Hashable, ...]:
+    """All that a call's checks and launches depend on, except which tensors of those shapes it gets."""
+    table = metadata.block_table
+    return (
+        q.shape,
+        q.stride(),
+        q.dtype,
+        q.device,
+        q.data_ptr() % 16,
+        described(out),
+        described(sinks),
+        described(alibi_slopes),
+        return_lse,
+        scale,
+        causal,
+        window,
+        softcap,
+        metadata.num_tokens,
+        metadata.num_seqs,
         metadata.max_query_len,
+        metadata.device,
+        table.shape,
+        table.stride(0),
+        metadata.query_start_loc is None,
+        metadata.table_rows is None,
+        operands.k_cache.data_ptr() % 16,
+        described(operands.v_cache),
+        operands.v_offset,
+        operands.control is None,
+        operands.dtype,
+        operands.device,
+        operands[4:],
+    )
+
+
+def _launch_known(
+    key: tuple[Hashable, ...],
+    q: torch.Tensor,
+    operands: LayerOperands,
+    batch: Batch,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    scoring: Callable[[], Scoring],
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    batch_invariant: bool,
+    workspace: Workspace | None,
+) -> None:
+    """An eager call on a GPU: what launches of this key have in common is made once."""
+    if workspace is None and decodes(batch, q.shape[1] // operands.num_kv_heads):
+        choice = choice_of(batch, q.shape[1], operands, hardware_of(q.device), batch_invariant)
+        workspace = make_workspace(batch, q.shape[1], operands, choice)
+    partials, chunks = (None, None) if workspace is None else workspace
+
+    def build() -> tuple[Launch, ...]:
+        return _launches(q, operands, batch, out, lse, scoring(), batch_invariant, workspace)
+
+    tensors = (
+        q,
+        operands.k_cache,
+        operands.k_cache if operands.v_cache is None else operands.v_cache,
+        batch.block_table,
+        batch.seq_lens,
+        batch.query_start_loc,
+        batch.table_rows,
+        sinks,
+        alibi_slopes,
+        operands.control,
+        chunks,
         out,
         lse,
-        None if workspace is None else workspace.partials,
-        None if workspace is None else workspace.chunks,
-        batch_invariant,
-        *scoring,
-        *operands,
+        partials,
     )
-    return out if lse is None else (out, lse)
+    _CALLS.run(key, q.device, tensors, build)
 
 
 def paged_attention_reference(
@@ -319,24 +432,35 @@ def _attend(
     if q.device.type == "cpu" and (not interpreted(decode_kernel) or q.dtype == torch.bfloat16):
         _attend_plainly(q, operands, batch, out, lse, scoring)
         return
-    hardware = hardware_of(q.device)
-    launches: tuple[Launch, ...]
-    if decodes(batch, q.shape[1] // operands.num_kv_heads):
-        launches = decode_launches(
-            q,
-            operands,
-            batch,
-            out,
-            lse,
-            scoring,
-            hardware=hardware,
-            batch_invariant=batch_invariant,
-            workspace=None if partials is None else Workspace(partials, chunks),
-        )
-    else:
-        launches = prefill_launches(q, operands, batch, out, lse, scoring, hardware=hardware)
-    for launch in launches:
+    workspace = None if partials is None else Workspace(partials, chunks)
+    for launch in _launches(q, operands, batch, out, lse, scoring, batch_invariant, workspace):
         launch.run(q.device)
+
+
+def _launches(
+    q: torch.Tensor,
+    operands: LayerOperands,
+    batch: Batch,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    scoring: Scoring,
+    batch_invariant: bool,
+    workspace: Workspace | None,
+) -> tuple[Launch, ...]:
+    hardware = hardware_of(q.device)
+    if not decodes(batch, q.shape[1] // operands.num_kv_heads):
+        return prefill_launches(q, operands, batch, out, lse, scoring, hardware=hardware)
+    return decode_launches(
+        q,
+        operands,
+        batch,
+        out,
+        lse,
+        scoring,
+        hardware=hardware,
+        batch_invariant=batch_invariant,
+        workspace=workspace,
+    )
 
 
 @torch.no_grad()

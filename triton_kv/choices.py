@@ -85,12 +85,13 @@ class DecodeChoice:
     scan: int  # lengths scanned at a time
     one_scan: bool  # one scan takes in all of them
     join_parts: int  # partials that the joining program reads at a time
+    join_channels: int  # of V that it joins
     join_warps: int
     use_pdl: bool
     max_registers: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tile", "rows", "scan", "join_parts"):
+        for name in ("tile", "rows", "scan", "join_parts", "join_channels"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, got {value}")
@@ -162,18 +163,27 @@ def choose_decode(
     if reads_scalar_ids(block_size):
         tile = min(tile, _MAX_SCALAR_IDS * block_size)
     num_parts = -(-group * queries // rows)
+    num_chunks = max(1, hardware.num_sms * per_sm // (num_kv_heads * num_parts))
+    v_lanes = lanes_of(v_head_dim)
+    join_parts = max(2, min(16 if v_head_dim == v_lanes else 8, 2048 // v_lanes))
+    join_channels, join_warps = v_lanes, 1  # more warps would stay resident under the decode kernel
+    expected_parts = num_chunks // num_seqs + 1
+    if expected_parts > 16 and not batch_invariant:  # few sequences in many pieces: the join is a chain of reads
+        join_parts = min(triton.next_power_of_2(expected_parts), 256)
+        join_channels, join_warps = min(v_lanes, 32), max(1, join_parts // 32)
     scan = min(max(16, triton.next_power_of_2(num_seqs)), _MAX_SCAN)
     return DecodeChoice(
         tile=tile,
         rows=rows,
         num_warps=num_warps,
         num_stages=num_stages,
-        num_chunks=max(1, hardware.num_sms * per_sm // (num_kv_heads * num_parts)),
+        num_chunks=num_chunks,
         split_tokens=INVARIANT_SPLIT_TOKENS if batch_invariant else 0,
         scan=scan,
         one_scan=num_seqs <= scan,
-        join_parts=max(2, min(16 if v_head_dim == lanes_of(v_head_dim) else 8, 2048 // lanes_of(v_head_dim))),
-        join_warps=1,  # more would stay resident under the decode kernel
+        join_parts=join_parts,
+        join_channels=join_channels,
+        join_warps=join_warps,
         use_pdl=hardware.has_pdl,
         max_registers=max_registers,
     )

@@ -10,7 +10,16 @@ import torch
 
 from triton_kv.attention import prefill_launches
 from triton_kv.choices import DecodeChoice, choose_prefill, hardware_of
-from triton_kv.decode import CHUNK_WORDS, Batch, Workspace, choice_of, decode_launches, decodes, prepare_launch
+from triton_kv.decode import (
+    CHUNK_WORDS,
+    QUERY_STEPS,
+    Batch,
+    Workspace,
+    choice_of,
+    decode_launches,
+    decodes,
+    prepare_launch,
+)
 from triton_kv.launch import Launch
 from triton_kv.layer import operands_of
 from triton_kv.scoring import Scoring
@@ -28,7 +37,6 @@ def compile_kernels(
     *,
     max_seqs: int,
     max_tokens: int,
-    max_decode_queries: int = 1,
     return_lse: bool = False,
     table_rows: bool = False,
     window: int | None = None,
@@ -44,18 +52,16 @@ def compile_kernels(
     Call it before capture and before the plan: a module that loads later takes device memory that the plan gave away.
     Covers `write_kv` (rows of their own, and slices of one fused qkv tensor; int32 and int64 slots) and causal
     `paged_attention` with and without `query_start_loc`, over 16-byte aligned tensors in rows of whole heads. The
-    keywords say what the calls will have: a table with `table_rows`, up to `max_decode_queries` query tokens a sequence
-    in decode batches, a plan (`AttentionPlan.prepare` is then compiled too), and `paged_attention`'s own. Layers that
-    differ in them (alternating windows) need a call each; `layer` is one of those that a call is for, by default the
-    first that keeps K and V. Zeroing by `extend` and `zero_blocks` is covered too. The kernel behind
-    `AttentionBuffers.fill` compiles at its first fill (or `dummy`). Launches nothing and does not synchronise. Returns
-    how many launches were compiled; on a CPU there is nothing to do and it returns 0.
+    keywords say what the calls will have: a table with `table_rows`, a plan (`AttentionPlan.prepare` is then compiled
+    too), and `paged_attention`'s own. Layers that differ in them (alternating windows) need a call each; `layer` is one
+    of those that a call is for, by default the first that keeps K and V. Zeroing by `extend` and `zero_blocks` is
+    covered too. The kernel behind `AttentionBuffers.fill` compiles at its first fill (or `dummy`). Launches nothing and
+    does not synchronise. Returns how many launches were compiled; on a CPU there is nothing to do and it returns 0.
 
     Raises `ValueError` for a cache without K and V, sizes below 1 or heads that are no multiple of the KV heads, and
     what an op raises on a cache that is closed or has no block.
     """
     max_seqs, max_tokens = positive_int("max_seqs", max_seqs), positive_int("max_tokens", max_tokens)
-    positive_int("max_decode_queries", max_decode_queries)
     if layer is None:
         kept = [place.index for place in cache.geometry.layers if isinstance(place.spec, AttentionSpec)]
         if not kept:
@@ -71,7 +77,7 @@ def compile_kernels(
     calls = _Calls(operands, num_query_heads, return_lse, table_rows, window or 0, softcap, sinks, alibi)
     with torch.cuda.device(cache.device):
         launches = [
-            *calls.decodes(max_seqs, max_decode_queries, batch_invariant, plan),
+            *calls.decodes(max_seqs, max_tokens, batch_invariant, plan),
             *calls.prefills(max_seqs, max_tokens),
             *_writes(operands, num_query_heads, max_tokens),
             *cache.zero_launches(),
@@ -94,36 +100,35 @@ class _Calls:
     sinks: bool
     alibi: bool
 
-    def decodes(self, max_seqs: int, max_queries: int, batch_invariant: bool, plan: bool) -> list[Launch]:
+    def decodes(self, max_seqs: int, max_tokens: int, batch_invariant: bool, plan: bool) -> list[Launch]:
         operands, hardware = self.operands, hardware_of(self.operands.device)
         launches: list[Launch] = []
-        for queries in range(1, max_queries + 1):
-            for has_starts in {queries > 1, True} if max_queries > 1 else {False}:
-                representative: dict[DecodeChoice, Batch] = {}  # one batch for each choice
-                for num_seqs in range(1, max_seqs + 1):
-                    batch = self._batch(num_seqs, queries, has_starts)
-                    if decodes(batch, self.num_query_heads // operands.num_kv_heads):
-                        representative[choice_of(batch, self.num_query_heads, operands, hardware, batch_invariant)] = (
-                            batch
-                        )
-                for choice, batch in representative.items():
-                    workspace = None
-                    if plan:
-                        chunks = _meta(choice.num_chunks, CHUNK_WORDS.value, dtype=torch.int32)
-                        workspace = Workspace(_meta(1 << 20), chunks)
-                        launches.append(prepare_launch(operands, batch, self.window, choice, chunks))
-                    q, out, lse = self._tokens(batch.num_seqs * queries)
-                    launches += decode_launches(
-                        q,
-                        operands,
-                        batch,
-                        out,
-                        lse,
-                        self._scoring(),
-                        hardware=hardware,
-                        batch_invariant=batch_invariant,
-                        workspace=workspace,
-                    )
+        steps = [step for step in QUERY_STEPS if step < 2 * max_tokens]
+        for queries in (1, *steps):
+            representative: dict[DecodeChoice, Batch] = {}  # one batch for each choice
+            for num_seqs in range(1, max_seqs + 1):
+                batch = self._batch(num_seqs, queries, has_starts=queries > 1)
+                if decodes(batch, self.num_query_heads // operands.num_kv_heads):
+                    choice = choice_of(batch, self.num_query_heads, operands, hardware, batch_invariant)
+                    representative[choice] = batch
+            for choice, batch in representative.items():
+                workspace = None
+                if plan:
+                    chunks = _meta(choice.num_chunks, CHUNK_WORDS.value, dtype=torch.int32)
+                    workspace = Workspace(_meta(1 << 20), chunks)
+                    launches.append(prepare_launch(operands, batch, self.window, choice, chunks))
+                q, out, lse = self._tokens(batch.num_seqs * queries)
+                launches += decode_launches(
+                    q,
+                    operands,
+                    batch,
+                    out,
+                    lse,
+                    self._scoring(),
+                    hardware=hardware,
+                    batch_invariant=batch_invariant,
+                    workspace=workspace,
+                )
         return launches
 
     def prefills(self, max_seqs: int, max_tokens: int) -> list[Launch]:
@@ -143,14 +148,14 @@ class _Calls:
                     operands.dtype.itemsize,
                     hardware,
                 )
-                representative[choice] = self._batch(num_seqs, query_len, True)
+                representative[choice] = self._batch(num_seqs, query_len, has_starts=True)
         launches: list[Launch] = []
         q, out, lse = self._tokens(max_tokens)
         for batch in representative.values():
             launches += prefill_launches(q, operands, batch, out, lse, self._scoring(), hardware=hardware)
         return launches
 
-    def _batch(self, num_seqs: int, queries: int, has_starts: bool) -> Batch:
+    def _batch(self, num_seqs: int, queries: int, *, has_starts: bool) -> Batch:
         def words(*shape: int) -> torch.Tensor:
             return _meta(*shape, dtype=torch.int32)
 

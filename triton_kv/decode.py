@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from triton_kv.metadata import AttentionMetadata
     from triton_kv.scoring import Scoring
 
-MAX_DECODE_QUERIES = 16  # query tokens a sequence
+QUERY_STEPS = (2, 4, 8, 16)  # query tokens a sequence with `query_start_loc`, at most
 MAX_DECODE_ROWS = 64  # query tokens times query heads a KV head: beyond, prefill's wide tiles are faster
 _PREPARED_ENTRIES = 1024  # table entries that prepare_kernel checks at a time
 
@@ -46,8 +46,10 @@ class Batch(NamedTuple):
 
     @property
     def queries(self) -> int:
-        """Query tokens of a sequence, at most."""
-        return 1 if self.query_start_loc is None else self.max_query_len
+        """Query tokens of a sequence that decode kernels make room for: few values, each a kernel of its own."""
+        if self.query_start_loc is None:
+            return 1
+        return next((number for number in QUERY_STEPS if self.max_query_len <= number), self.max_query_len)
 
 
 class Workspace(NamedTuple):
@@ -61,8 +63,7 @@ def decodes(batch: Batch, group: int) -> bool:
     """Whether a batch goes to the decode kernels: one query token a sequence, or a few that share its reads."""
     if batch.query_start_loc is None:
         return True
-    few = batch.max_query_len <= MAX_DECODE_QUERIES
-    return few and batch.max_query_len * group <= MAX_DECODE_ROWS
+    return batch.queries <= QUERY_STEPS[-1] and batch.queries * group <= MAX_DECODE_ROWS
 
 
 def choice_of(
@@ -94,6 +95,21 @@ def partial_elements(
     return choice.num_slots(num_seqs, max_seq_len) * num_query_heads * queries * (v_head_dim + PARTIAL_TAIL.value)
 
 
+def make_workspace(
+    batch: Batch,
+    num_query_heads: int,
+    operands: LayerOperands,
+    choice: DecodeChoice,
+    device: torch.device | None = None,
+) -> Workspace:
+    """A workspace for one call, on the layer's device unless another is named."""
+    max_seq_len = batch.block_table.shape[1] * operands.block_size
+    elements = partial_elements(
+        choice, batch.num_seqs, max_seq_len, num_query_heads, batch.queries, operands.v_head_dim
+    )
+    return Workspace(torch.empty(elements, dtype=torch.float32, device=device or operands.device), None)
+
+
 def decode_launches(
     q: torch.Tensor,
     operands: LayerOperands,
@@ -118,9 +134,7 @@ def decode_launches(
     if choice is None:
         choice = choice_of(batch, num_query_heads, operands, hardware, batch_invariant)
     if workspace is None:
-        max_seq_len = batch.block_table.shape[1] * operands.block_size
-        elements = partial_elements(choice, batch.num_seqs, max_seq_len, num_query_heads, queries, v_head_dim)
-        workspace = Workspace(torch.empty(elements, dtype=torch.float32, device=q.device), None)
+        workspace = make_workspace(batch, num_query_heads, operands, choice, q.device)
     num_parts = -(-group * queries // choice.rows)
     out_stride_token, out_divisor = stride_token(out), row_divisor(out)
     decode = Launch(
@@ -179,7 +193,7 @@ def decode_launches(
     places = batch.num_seqs if choice.split_tokens else choice.num_chunks
     join = Launch(
         kernel=join_kernel,
-        grid=(places * num_query_heads * queries,),
+        grid=(places * num_query_heads * queries * (lanes_of(v_head_dim) // choice.join_channels),),
         arguments={
             "seq_lens_ptr": batch.seq_lens,
             "query_start_loc_ptr": batch.query_start_loc,
@@ -205,6 +219,7 @@ def decode_launches(
             "SCAN": choice.scan,
             "ONE_SCAN": choice.one_scan,
             "PARTS": choice.join_parts,
+            "CHANNELS": choice.join_channels,
             "USE_PDL": choice.use_pdl,
         },
         num_warps=choice.join_warps,
@@ -276,12 +291,14 @@ def row_divisor(tensor: torch.Tensor) -> int:
 
 __all__ = [
     "CHUNK_WORDS",
+    "QUERY_STEPS",
     "Batch",
     "Workspace",
     "cache_geometry",
     "choice_of",
     "decode_launches",
     "decodes",
+    "make_workspace",
     "partial_elements",
     "prepare_launch",
     "row_divisor",

@@ -9,6 +9,7 @@ import torch
 from triton_kv.choices import hardware_of
 from triton_kv.decode import (
     CHUNK_WORDS,
+    QUERY_STEPS,
     Batch,
     Workspace,
     choice_of,
@@ -115,9 +116,10 @@ class AttentionPlan:
             raise ValueError(f"a batch of {batch.num_seqs} sequences, but the plan was made for {self.max_seqs}")
         if not self._decodes(batch):
             return
-        if batch.queries > self.max_query_len:
+        if batch.query_start_loc is not None and batch.max_query_len > self.max_query_len:
             raise ValueError(
-                f"a batch with {batch.queries} query tokens a sequence, but the plan was made for {self.max_query_len}"
+                f"a batch with {batch.max_query_len} query tokens a sequence, but the plan was made for "
+                f"{self.max_query_len}"
             )
         if self.batch_invariant and batch.block_table.shape[1] * self._operands.block_size > self._max_seq_len:
             raise ValueError(
@@ -166,7 +168,7 @@ class AttentionPlan:
         """f32 elements of the partials and the number of chunks, for the largest of the batches that may come."""
         operands, meta = self._operands, torch.device("meta")
         elements = num_chunks = 0
-        for queries in range(1, self.max_query_len + 1):
+        for queries in {1, *(step for step in QUERY_STEPS if step < 2 * self.max_query_len)}:
             for num_seqs in sorted({1, *(n for n in (63, 64) if n <= self.max_seqs), self.max_seqs}):
                 batch = Batch(
                     torch.empty(num_seqs, 1, dtype=torch.int32, device=meta),

@@ -11,6 +11,7 @@ import torch
 
 from triton_kv.kernels.write import write_kernel
 from triton_kv.launch import Launch, eager, interpreted, register
+from triton_kv.launch_cache import LaunchCache, described
 from triton_kv.layer import WRITTEN_OPERANDS_SCHEMA, LayerCache, LayerOperands, operands_of
 
 _SLOT_WRITTEN = 2  # the control block's kind of a slot at or past the bound
@@ -45,9 +46,35 @@ def write_kv(
     The scatter follows vLLM's reshape_and_cache, bounds and error counting aside.
     """
     operands = operands_of(layer)
+    if isinstance(k, torch.Tensor) and k.is_cuda and eager(k, v, slot_mapping, operands.k_cache):
+        _write_known(k, v, operands, slot_mapping)
+        return
     _check(k, v, operands, slot_mapping)
     write = _write if eager(k, v, slot_mapping, operands.k_cache) else _OP
     write(k, v, slot_mapping, *operands)
+
+
+_CALLS = LaunchCache(("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr", "slot_mapping_ptr", "control_ptr"))
+
+
+def _write_known(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot_mapping: torch.Tensor) -> None:
+    """An eager call on a GPU: what launches of one geometry have in common is made once."""
+    key = (
+        *(described(tensor) for tensor in (k, v, slot_mapping, operands.v_cache)),
+        operands.k_cache.data_ptr() % 16,
+        operands.v_offset,
+        operands.control is None,
+        operands.dtype,
+        operands.device,
+        operands[4:],
+    )
+    if not _CALLS.knows(key):
+        _check(k, v, operands, slot_mapping)
+    if k.shape[0] == 0:
+        return
+    v_cache = operands.k_cache if operands.v_cache is None else operands.v_cache
+    tensors = (k, v, operands.k_cache, v_cache, slot_mapping, operands.control)
+    _CALLS.run(key, k.device, tensors, lambda: (write_launch(k, v, operands, slot_mapping),))
 
 
 def write_kv_reference(
