@@ -208,6 +208,54 @@ def test_a_shared_buffer_has_the_least_page_that_fits_and_says_what_it_wastes():
     assert cache.geometry.block_bytes == 2 * 8192
 
 
+def test_a_64_kib_page_beside_an_8_kib_page():
+    attention = tkv.AttentionSpec(num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)  # 16 x 8 x 256 x 2 = 64 KiB
+    state = tkv.MambaSpec([("ssm", (2048,), torch.float32)])
+    groups = {"attention": {"a": attention}, "mamba": {"m": state}}
+    with reserve(groups) as cache:
+        assert cache.block_bytes == (64 << 10) + (8 << 10)
+        assert cache.padding_bytes == {"attention": 0, "mamba": 0}
+        assert cache.mapped_bytes_at(60) == 60 * (72 << 10)
+    with reserve(groups, shared_by="groups") as cache:
+        assert cache.block_bytes == 64 << 10
+        assert cache.padding_bytes == {"attention": 0, "mamba": 56 << 10}
+        assert cache.mapped_bytes_at(60) == 60 * (64 << 10)
+
+
+def test_layers_of_one_group_that_share_a_buffer_are_one():
+    """Models whose later layers read an earlier layer's K and V."""
+    with reserve({"a": ATTENTION, "b": ATTENTION, "c": ATTENTION}, shared_by=[["a", "c"]]) as cache:
+        cache.extend(3)
+        cache["a"].k[2] = 5
+        assert (cache["c"].k[2] == 5).all()
+        assert not cache["b"].k[2].any()
+        assert cache.block_bytes == 2 * 4096
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"packed": True}, {"shared_by": "groups"}, {"shared_by": "groups", "packed": True}, {"dense": True}],
+    ids=["apart", "packed", "shared", "shared_and_packed", "dense"],
+)
+def test_committed_views_are_the_layers_own(options):
+    """Storages that end with the committed bytes: they can be cloned whole, also at the very end of what is mapped."""
+    groups = {"attention": {"a": ATTENTION, "b": WIDE}, "state": {"m": MAMBA, "own": Codebook(5)}}
+    with reserve(groups, **options) as cache:
+        cache.extend(7)
+        owner = "state" if "shared_by" in options else None
+        for place in cache.geometry.layers:
+            layer = cache[place.name]
+            views = [layer.k, layer.v] if isinstance(layer, tkv.LayerCache) else list(layer.states)
+            if owner in (None, place.group):
+                for number, view in enumerate(views):
+                    view[:7] = torch.arange(7).to(view.dtype).view(-1, *[1] * (view.dim() - 1)) + number
+            for view, committed in zip(views, cache.committed(place.name)):
+                assert torch.equal(view[:7].contiguous().view(torch.uint8), committed.contiguous().view(torch.uint8))
+                storage = committed.untyped_storage()
+                torch.tensor([], dtype=torch.uint8).set_(storage).clone()
+                assert committed.data_ptr() == view.data_ptr()
+
+
 def test_packed_blocks_hold_all_pages_side_by_side():
     layers = {"a": ATTENTION, "m.0": MAMBA, "m.1": MAMBA, "l": MLA}
     with reserve(layers, packed=True) as cache:
