@@ -10,9 +10,12 @@ Importing it initialises no GPU. docs/design.md has the words, the layouts and t
 
 from triton_kv.attention import paged_attention, paged_attention_reference
 from triton_kv.cache import CheckReport, CommittedViews, KVCache
+from triton_kv.compaction import CompactionPlan
 from triton_kv.compilation import compile_kernels
 from triton_kv.errors import (
     AddressSpaceExhausted,
+    Asleep,
+    BadAccess,
     Broken,
     CaptureError,
     Closed,
@@ -23,54 +26,77 @@ from triton_kv.errors import (
     TritonKVError,
     Unavailable,
 )
-from triton_kv.extensible import ExtensibleTensor
+from triton_kv.extensible import ExtensibleTensor, Freed
 from triton_kv.geometry import BufferGeometry, CacheGeometry, PlacedLayer, arrange
 from triton_kv.groups import LayerGroup
 from triton_kv.layer import LayerCache, StateCache
 from triton_kv.layout import CacheLayout
-from triton_kv.memory import FakeMemory, FaultyMemory, HostMemory, PoisonedMemory, VirtualMemory, open_memory, probe
+from triton_kv.memory import (
+    AllocatedMemory,
+    FakeMemory,
+    FaultyMemory,
+    HandlePolicy,
+    HostMemory,
+    PoisonedMemory,
+    VirtualMemory,
+    open_memory,
+    probe,
+)
 from triton_kv.metadata import AttentionBuffers, AttentionMetadata
 from triton_kv.sizing import Plan, fit_blocks, plan_blocks
 from triton_kv.spec import AttentionSpec, BlockTensor, MambaSpec, MLASpec, StateSpec, StateTensor
+from triton_kv.stats import CacheStats
+from triton_kv.store import CoalesceReport, MemoryChange, SleepReport, WakeReport
 from triton_kv.version import __version__
 from triton_kv.writing import write_kv, write_kv_reference
 
 __all__ = [
     "AddressSpaceExhausted",
+    "AllocatedMemory",
+    "Asleep",
     "AttentionBuffers",
     "AttentionMetadata",
     "AttentionSpec",
+    "BadAccess",
     "BlockTensor",
     "Broken",
     "BufferGeometry",
     "CacheGeometry",
     "CacheLayout",
+    "CacheStats",
     "CaptureError",
     "CheckReport",
     "Closed",
+    "CoalesceReport",
     "CommittedViews",
+    "CompactionPlan",
     "DriverError",
     "ExtensibleTensor",
     "FakeMemory",
     "FaultyMemory",
     "Forked",
+    "Freed",
+    "HandlePolicy",
     "HostMemory",
     "KVCache",
     "LayerCache",
     "LayerGroup",
     "MLASpec",
     "MambaSpec",
+    "MemoryChange",
     "NothingCommitted",
     "OutOfMemory",
     "PlacedLayer",
     "Plan",
     "PoisonedMemory",
+    "SleepReport",
     "StateCache",
     "StateSpec",
     "StateTensor",
     "TritonKVError",
     "Unavailable",
     "VirtualMemory",
+    "WakeReport",
     "__version__",
     "arrange",
     "compile_kernels",

@@ -144,4 +144,6 @@ def test_two_hundred_lives_leave_nothing_behind() -> None:
         store.close(lambda: None)
         assert memory.live == (0, 0, 0)
         assert memory.pinned_bytes == 0
-    assert threads_and_descriptors() == before
+    threads, descriptors = threads_and_descriptors()
+    assert threads == before[0]
+    assert descriptors <= before[1]  # other tests' files may be collected meanwhile
