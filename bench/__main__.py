@@ -1,4 +1,4 @@
-"""The command line: `python -m bench list | run | compare | plot | report`."""
+"""The command line: `python -m bench list | run | compare | plot | report | tune`."""
 
 from __future__ import annotations
 
@@ -49,6 +49,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     report.add_argument("records", nargs="+")
     report.add_argument("-o", "--out", default="bench-report.html")
     report.add_argument("--standing", help="also rewrite the table between the markers of this Markdown file")
+
+    tune = commands.add_parser("tune", help="launch choices of decode attention side by side, on a GPU")
+    tune.add_argument("--case", default="*", help="only ids that match one of these patterns, separated by commas")
+    tune.add_argument("--out", type=Path, help="a .json file with all of them")
 
     worker = commands.add_parser("worker")  # the measuring process of `run`
     worker.add_argument("options")
@@ -118,6 +122,12 @@ def _run(asked: argparse.Namespace) -> int:
         print(f"\n{record_table(record)}\n{path}")
         complete = complete and all(case["ok"] for case in record["cases"])
     return OK if complete else FAILED
+
+
+def _tune(asked: argparse.Namespace) -> int:
+    from bench.tune import tune
+
+    return OK if tune(asked.case, asked.out)["cases"] else USAGE
 
 
 def _worker(asked: argparse.Namespace) -> int:

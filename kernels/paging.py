@@ -66,6 +66,39 @@ def is_usable(block, bound):
 
 
 @triton.jit
+def load_tile(
+    k_head_ptr,
+    v_head_ptr,
+    block,  # [TILE]
+    position,  # [TILE]: in the block
+    valid,  # [TILE]: the others are zeros, whatever lies there
+    HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    K_STRIDE_BLOCK: tl.constexpr,
+    K_STRIDE_TOKEN: tl.constexpr,
+    V_STRIDE_BLOCK: tl.constexpr,
+    V_STRIDE_TOKEN: tl.constexpr,
+    K_LANES: tl.constexpr,
+    V_LANES: tl.constexpr,
+):
+    """Keys [TILE, K_LANES] and values [TILE, V_LANES] of one head."""
+    k_channel = tl.arange(0, K_LANES)
+    v_channel = tl.arange(0, V_LANES)
+    k_offset = cache_offset(block, position, K_STRIDE_BLOCK, K_STRIDE_TOKEN, BLOCK_SIZE)
+    v_offset = cache_offset(block, position, V_STRIDE_BLOCK, V_STRIDE_TOKEN, BLOCK_SIZE)
+    k_mask = valid[:, None]
+    if HEAD_DIM != K_LANES:
+        k_mask = k_mask & (k_channel < HEAD_DIM)[None, :]
+    v_mask = valid[:, None]
+    if V_HEAD_DIM != V_LANES:
+        v_mask = v_mask & (v_channel < V_HEAD_DIM)[None, :]
+    k = tl.load(k_head_ptr + k_offset[:, None] + k_channel[None, :], mask=k_mask, other=0.0)
+    v = tl.load(v_head_ptr + v_offset[:, None] + v_channel[None, :], mask=v_mask, other=0.0)
+    return k, v
+
+
+@triton.jit
 def largest_id(largest, ids, NUM: tl.constexpr):
     """Running maximum over the ids of all tiles: a scalar, or [TILE] where ids are vectors. Cheap to carry."""
     for i in tl.static_range(NUM):

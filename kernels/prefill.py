@@ -7,16 +7,18 @@ are read once for the whole group. The grid depends on shapes only: a tile finds
 import triton
 import triton.language as tl
 
-from .decode import LN_2, LOWEST
 from .paging import (
     block_of_token,
-    cache_offset,
     count_bad_blocks,
     is_usable,
     largest_id,
     load_block_ids,
+    load_tile,
     position_in_block,
 )
+from .scores import LN_2, LOWEST, biased, load_slopes, scaled, with_sink
+
+ENTRIES: tl.constexpr = tl.constexpr(256)  # table entries that are checked at a time
 
 
 @triton.jit
@@ -46,7 +48,7 @@ def _find_sequence(
         for start in range(0, num_seqs + 1, SCAN):
             reached = _first_tile_of(query_start_loc_ptr, start + lanes, num_seqs, GROUP, ROWS) <= tile
             found += tl.sum((reached & (start + lanes <= num_seqs)).to(tl.int32), 0)
-    return found - 1
+    return tl.maximum(found - 1, 0)
 
 
 @triton.jit
@@ -63,7 +65,10 @@ def _attend(
     bound,
     start,
     end,
+    first_seen,  # the first key that any row of the program sees
+    query,  # [ROWS]: positions
     last_key,  # [ROWS]: the last key that each row sees
+    slope,  # [ROWS]: ALiBi's
     scale_log2,
     HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
@@ -72,6 +77,9 @@ def _attend(
     K_STRIDE_TOKEN: tl.constexpr,
     V_STRIDE_BLOCK: tl.constexpr,
     V_STRIDE_TOKEN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP_LOG2: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
     TILE: tl.constexpr,
     K_LANES: tl.constexpr,
     V_LANES: tl.constexpr,
@@ -83,32 +91,42 @@ def _attend(
     """Softmax state over the keys [start, end) added to the state so far."""
     NUM_IDS: tl.constexpr = (TILE + BLOCK_SIZE - 1) // BLOCK_SIZE if SCALAR_IDS else 1
     n = tl.arange(0, TILE)
-    k_channel = tl.arange(0, K_LANES)
-    v_channel = tl.arange(0, V_LANES)
     ids = load_block_ids(table_row_ptr, start, num_entries, BLOCK_SIZE, TILE, SCALAR_IDS)
     for s in tl.range(start, end, TILE, num_stages=STAGES):
         block = block_of_token(n, ids, BLOCK_SIZE, TILE, SCALAR_IDS)
         valid = is_usable(block, bound)
         if MASKED:
             valid = valid & (n < end - s)
+            if WINDOW > 0:
+                valid = valid & (n >= first_seen - s)
         if COUNTS:
             largest = largest_id(largest, ids, NUM_IDS)
         position = position_in_block(s, n, BLOCK_SIZE, TILE, SCALAR_IDS)
-        k_offset = cache_offset(block, position, K_STRIDE_BLOCK, K_STRIDE_TOKEN, BLOCK_SIZE)
-        v_offset = cache_offset(block, position, V_STRIDE_BLOCK, V_STRIDE_TOKEN, BLOCK_SIZE)
         ids = load_block_ids(table_row_ptr, s + TILE, num_entries, BLOCK_SIZE, TILE, SCALAR_IDS)
-        k_mask = valid[:, None]
-        if HEAD_DIM != K_LANES:
-            k_mask = k_mask & (k_channel < HEAD_DIM)[None, :]
-        v_mask = valid[:, None]
-        if V_HEAD_DIM != V_LANES:
-            v_mask = v_mask & (v_channel < V_HEAD_DIM)[None, :]
-        k = tl.load(k_head_ptr + k_offset[:, None] + k_channel[None, :], mask=k_mask, other=0.0)  # [TILE, K_LANES]
-        v = tl.load(v_head_ptr + v_offset[:, None] + v_channel[None, :], mask=v_mask, other=0.0)
-        scores = tl.dot(q, k.T, input_precision="ieee") * scale_log2  # [ROWS, TILE]
+        k, v = load_tile(
+            k_head_ptr,
+            v_head_ptr,
+            block,
+            position,
+            valid,
+            HEAD_DIM,
+            V_HEAD_DIM,
+            BLOCK_SIZE,
+            K_STRIDE_BLOCK,
+            K_STRIDE_TOKEN,
+            V_STRIDE_BLOCK,
+            V_STRIDE_TOKEN,
+            K_LANES,
+            V_LANES,
+        )
+        scores = scaled(tl.dot(q, k.T, input_precision="ieee"), scale_log2, SOFTCAP_LOG2)  # [ROWS, TILE]
+        if HAS_ALIBI:
+            scores = biased(scores, slope, s + n, query)
         seen = valid[None, :]
         if MASKED:
             seen = seen & (n[None, :] <= (last_key - s)[:, None])
+            if WINDOW > 0:
+                seen = seen & (n[None, :] > (query - WINDOW - s)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp2(scores - new_highest[:, None])
@@ -121,12 +139,23 @@ def _attend(
 
 
 @triton.jit(
-    do_not_specialize=["v_offset", "num_tokens", "num_seqs", "table_width", "num_blocks", "table_stride_row"],
+    do_not_specialize=[
+        "v_offset",
+        "num_tokens",
+        "num_seqs",
+        "table_width",
+        "num_blocks",
+        "table_stride_row",
+        "q_stride_token",
+        "out_stride_token",
+    ],
     do_not_specialize_on_alignment=[
         "block_table_ptr",
         "seq_lens_ptr",
         "query_start_loc_ptr",
         "table_rows_ptr",
+        "sinks_ptr",
+        "alibi_slopes_ptr",
         "control_ptr",
         "lse_ptr",
     ],
@@ -139,6 +168,8 @@ def prefill_kernel(
     seq_lens_ptr,  # [num_seqs] int32
     query_start_loc_ptr,  # [num_seqs + 1] int32
     table_rows_ptr,  # [num_seqs] int32, or None: sequence i has row i
+    sinks_ptr,  # [NUM_KV_HEADS * GROUP], or None
+    alibi_slopes_ptr,  # [NUM_KV_HEADS * GROUP], or None
     control_ptr,  # [8] int32, or None: num_blocks is the bound and nothing is counted
     out_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, V_HEAD_DIM]
     lse_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP] f32, or None
@@ -148,9 +179,9 @@ def prefill_kernel(
     table_width: tl.int32,
     num_blocks: tl.int32,
     table_stride_row: tl.int64,
-    q_stride_token,
-    out_stride_token,
-    scale_log2,  # softmax scale * log2(e)
+    q_stride_token: tl.int64,
+    out_stride_token: tl.int64,
+    scale_log2,  # softmax scale * log2(e), times 2 / cap with a soft cap
     GROUP: tl.constexpr,  # query heads a KV head
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -164,8 +195,12 @@ def prefill_kernel(
     V_STRIDE_HEAD: tl.constexpr,
     V_DIVISOR: tl.constexpr,  # divides v_offset and V_STRIDE_HEAD; a power of two
     Q_STRIDE_HEAD: tl.constexpr,
+    Q_DIVISOR: tl.constexpr,  # divides q's token and head strides; a power of two
     OUT_STRIDE_HEAD: tl.constexpr,
+    OUT_DIVISOR: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,  # keys that a query sees up to its own; 0: all
+    SOFTCAP_LOG2: tl.constexpr,  # cap * log2(e); 0: none
     ROWS: tl.constexpr,  # (token, query head) pairs a program
     TILE: tl.constexpr,  # keys
     K_LANES: tl.constexpr,  # HEAD_DIM padded to a power of two
@@ -206,23 +241,38 @@ def prefill_kernel(
     is_row = token < query_length
     k_channel = tl.arange(0, K_LANES)
     v_channel = tl.arange(0, V_LANES)
-    q_offset = (query_start + token).to(tl.int64) * q_stride_token + head * Q_STRIDE_HEAD
+    out_row = (query_start + token).to(tl.int64)
+    q_offset = tl.multiple_of(out_row * q_stride_token + head.to(tl.int64) * Q_STRIDE_HEAD, Q_DIVISOR)
     q_mask = is_row[:, None] & (k_channel < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + q_offset[:, None] + k_channel[None, :], mask=q_mask, other=0.0)  # [ROWS, K_LANES]
     k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * K_STRIDE_HEAD
     v_head_ptr = v_cache_ptr + tl.multiple_of(v_offset + kv_head.to(tl.int64) * V_STRIDE_HEAD, V_DIVISOR)
 
     context = length - query_length  # negative where a sequence is shorter than its queries: those see nothing
+    query = context + token
+    first_query = context + first_row // GROUP
+    last_query = context + tl.minimum((first_row + ROWS - 1) // GROUP, query_length - 1)
     if IS_CAUSAL:
-        last_token = tl.minimum((first_row + ROWS - 1) // GROUP, query_length - 1)
-        last_key = context + token
-        end = tl.minimum(context + last_token + 1, length)
-        whole_end = tl.maximum(tl.minimum(context + first_row // GROUP + 1, end), 0) // TILE * TILE
+        last_key = query
+        end = tl.minimum(last_query + 1, length)
+        whole_end = tl.maximum(tl.minimum(first_query + 1, end), 0) // TILE * TILE
     else:
         last_key = tl.zeros_like(token) + (length - 1)
         end = length
         whole_end = tl.maximum(end, 0) // TILE * TILE
+    first_seen = length * 0
+    start = first_seen
+    whole_start = first_seen  # from here to whole_end every row sees every key
+    if WINDOW > 0:
+        first_seen = tl.maximum(first_query - WINDOW + 1, 0)
+        start = first_seen // TILE * TILE
+        whole_start = (tl.maximum(last_query - WINDOW + 1, 0) + TILE - 1) // TILE * TILE
+        whole_start = tl.minimum(whole_start, (tl.maximum(end, 0) + TILE - 1) // TILE * TILE)
+        whole_end = tl.maximum(whole_end, whole_start)
 
+    slope = tl.zeros([ROWS], tl.float32)
+    if alibi_slopes_ptr is not None:
+        slope = load_slopes(alibi_slopes_ptr, head, is_row)
     accumulator = tl.zeros([ROWS, V_LANES], tl.float32)
     highest = tl.full([ROWS], LOWEST, tl.float32)
     exp_sum = tl.zeros([ROWS], tl.float32)
@@ -230,75 +280,62 @@ def prefill_kernel(
         largest = -1
     else:
         largest = tl.full([TILE], -1, tl.int32)
-    accumulator, highest, exp_sum, largest = _attend(
-        q,
-        accumulator,
-        highest,
-        exp_sum,
-        largest,
-        k_head_ptr,
-        v_head_ptr,
-        table_row_ptr,
-        num_entries,
-        bound,
-        0,
-        whole_end,
-        last_key,
-        scale_log2,
-        HEAD_DIM,
-        V_HEAD_DIM,
-        BLOCK_SIZE,
-        K_STRIDE_BLOCK,
-        K_STRIDE_TOKEN,
-        V_STRIDE_BLOCK,
-        V_STRIDE_TOKEN,
-        TILE,
-        K_LANES,
-        V_LANES,
-        SCALAR_IDS,
-        STAGES,
-        COUNTS,
-        MASKED=False,
-    )
-    accumulator, highest, exp_sum, largest = _attend(
-        q,
-        accumulator,
-        highest,
-        exp_sum,
-        largest,
-        k_head_ptr,
-        v_head_ptr,
-        table_row_ptr,
-        num_entries,
-        bound,
-        whole_end,
-        end,
-        last_key,
-        scale_log2,
-        HEAD_DIM,
-        V_HEAD_DIM,
-        BLOCK_SIZE,
-        K_STRIDE_BLOCK,
-        K_STRIDE_TOKEN,
-        V_STRIDE_BLOCK,
-        V_STRIDE_TOKEN,
-        TILE,
-        K_LANES,
-        V_LANES,
-        SCALAR_IDS,
-        STAGES,
-        COUNTS,
-        MASKED=True,
-    )
+    # Before the window's whole tiles, the whole tiles, and behind them; without a window two parts.
+    for part in tl.static_range(0 if WINDOW > 0 else 1, 3):
+        if part == 0:
+            part_start, part_end = start, tl.minimum(whole_start, end)
+        elif part == 1:
+            part_start, part_end = whole_start, whole_end
+        else:
+            part_start, part_end = whole_end, end
+        accumulator, highest, exp_sum, largest = _attend(
+            q,
+            accumulator,
+            highest,
+            exp_sum,
+            largest,
+            k_head_ptr,
+            v_head_ptr,
+            table_row_ptr,
+            num_entries,
+            bound,
+            part_start,
+            part_end,
+            first_seen,
+            query,
+            last_key,
+            slope,
+            scale_log2,
+            HEAD_DIM,
+            V_HEAD_DIM,
+            BLOCK_SIZE,
+            K_STRIDE_BLOCK,
+            K_STRIDE_TOKEN,
+            V_STRIDE_BLOCK,
+            V_STRIDE_TOKEN,
+            WINDOW,
+            SOFTCAP_LOG2,
+            alibi_slopes_ptr is not None,
+            TILE,
+            K_LANES,
+            V_LANES,
+            SCALAR_IDS,
+            STAGES,
+            COUNTS,
+            MASKED=part != 1,
+        )
 
+    if sinks_ptr is not None:
+        highest, shrink, exp_sum = with_sink(highest, exp_sum, sinks_ptr, head, is_row)
+        accumulator = accumulator * shrink[:, None]
     safe = tl.where(exp_sum > 0, exp_sum, 1.0)  # nothing attended: zeros and minus infinity
     result = accumulator / safe[:, None]
-    out_offset = (query_start + token).to(tl.int64) * out_stride_token + head * OUT_STRIDE_HEAD
+    out_offset = tl.multiple_of(out_row * out_stride_token + head.to(tl.int64) * OUT_STRIDE_HEAD, OUT_DIVISOR)
     out_mask = is_row[:, None] & (v_channel < V_HEAD_DIM)[None, :]
     tl.store(out_ptr + out_offset[:, None] + v_channel[None, :], result.to(out_ptr.dtype.element_ty), mask=out_mask)
     if lse_ptr is not None:
         log_sum = tl.where(exp_sum > 0, (highest + tl.log2(safe)) * LN_2, float("-inf"))
-        tl.store(lse_ptr + (query_start + token).to(tl.int64) * HEADS + head, log_sum, mask=is_row)
+        tl.store(lse_ptr + out_row * HEADS + head, log_sum, mask=is_row)
 
     if COUNTS:  # noqa: SIM102 (known at compile time)
         # The sequence's last tile sees every entry that the others see; every head reads the same.
@@ -307,6 +344,12 @@ def prefill_kernel(
                 worst = largest
             else:
                 worst = tl.max(largest, 0)
+            first_entry = 0
+            end_entry = tl.minimum((end + BLOCK_SIZE - 1) // BLOCK_SIZE, num_entries)
+            if WINDOW > 0:  # earlier tiles have seen entries in front of this one's window
+                first_entry = tl.maximum(context - WINDOW + 1, 0) // BLOCK_SIZE
+                for entry in range(first_entry, end_entry, ENTRIES):
+                    entries = entry + tl.arange(0, ENTRIES)
+                    worst = tl.maximum(worst, tl.max(tl.load(table_row_ptr + entries, entries < end_entry, -1), 0))
             if worst >= bound:
-                end_entry = tl.minimum((end + BLOCK_SIZE - 1) // BLOCK_SIZE, num_entries)
-                count_bad_blocks(control_ptr, table_row_ptr, table_row, 0, end_entry, bound)
+                count_bad_blocks(control_ptr, table_row_ptr, table_row, first_entry, end_entry, bound)

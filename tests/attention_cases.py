@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from tests.write_cases import layer_by_hand
-from triton_kv.attention import decode_launches, prefill_launches
+from triton_kv.attention import prefill_launches
+from triton_kv.decode import Batch, decode_launches, decodes
 from triton_kv.layer import LayerCache, LayerOperands
 from triton_kv.metadata import AttentionMetadata
+from triton_kv.scoring import Scoring
 
 if TYPE_CHECKING:
     from triton_kv.choices import Hardware
@@ -44,6 +46,11 @@ class AttentionCase:
     table_rows: bool = False  # the table has more rows than sequences, in another order
     num_sms: int = 4  # of the interpreter's hardware
     scale: float | None = None
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: bool = False
+    alibi: bool = False
+    batch_invariant: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -55,6 +62,12 @@ class AttentionCase:
     @property
     def num_tokens(self) -> int:
         return sum(self.query_lens) + self.padding_tokens
+
+    def first_seen(self, sequence: int) -> int:
+        """The first key that any query of a sequence sees."""
+        if self.window is None:
+            return 0
+        return max(self.lengths[sequence] - self.query_lens[sequence] - self.window + 1, 0)
 
     @property
     def num_query_heads(self) -> int:
@@ -129,6 +142,31 @@ DECODE_CASES = (
     decode("many_chunks", 500, 100, 0, 64, num_kv_heads=1, num_sms=16, head_dim=16, v_head_dim=16),
     decode("many_seqs", *(i * 7 % 40 for i in range(70)), num_kv_heads=1, head_dim=16, v_head_dim=16),
     decode("scale", 70, 9, scale=0.7),
+    decode("dim_512", 40, 9, head_dim=512, v_head_dim=512, num_kv_heads=1),
+    decode("window", 300, 40, 39, 7, 0, 64, window=40),
+    decode("window_1", 50, 1, window=1),
+    decode("window_block_12", 300, 90, window=50, block_size=12),
+    decode("window_block_64", 500, 90, 129, window=70, block_size=64),
+    decode("window_past", 30, 5, window=1000),
+    decode("window_over_watermark", 300, 90, window=50, bad_entries=((0, 16, OVER), (0, 2, OVER), (1, 5, OVER))),
+    decode("window_many_chunks", 500, 100, 0, 64, window=90, num_kv_heads=1, num_sms=16, head_dim=16, v_head_dim=16),
+    decode("softcap", 70, 9, softcap=3.0),
+    decode("softcap_f16", 70, 9, softcap=30.0, dtype=F16, scale=200.0),
+    decode("sinks", 300, 33, 0, 1, sinks=True),
+    decode("sinks_one_long", 500, num_kv_heads=1, sinks=True),
+    decode("alibi", 300, 33, 0, alibi=True),
+    decode("everything", 300, 33, 0, window=100, softcap=5.0, sinks=True, alibi=True),
+    decode("invariant", 5000, 33, 0, 2048, 2049, batch_invariant=True, num_kv_heads=1, head_dim=16, v_head_dim=16),
+    decode("invariant_sinks", 4500, 70, batch_invariant=True, sinks=True, num_kv_heads=1, head_dim=16, v_head_dim=16),
+    decode(
+        "invariant_window",
+        *(5000, 2500, 20),
+        batch_invariant=True,
+        window=2100,
+        num_kv_heads=1,
+        head_dim=16,
+        v_head_dim=16,
+    ),
 )
 
 VARLEN_CASES = (
@@ -166,6 +204,30 @@ VARLEN_CASES = (
     varlen("pair_past_end", (9, 70), layout="pair", bad_entries=((0, 1, OVER),)),
     varlen("table_rows", (9, 70), (0, 0), (5, 33), table_rows=True),
     varlen("many_seqs", *((i % 3, 5 + i * 7 % 40) for i in range(70)), num_kv_heads=1, head_dim=16, v_head_dim=16),
+    # A few query tokens a sequence go to the decode kernels.
+    varlen("speculative", (4, 300), (4, 50), (1, 33), (0, 20), (3, 3), (4, 2), num_sms=16, padding_tokens=2),
+    varlen("speculative_16", (16, 200), (2, 16), (9, 30)),
+    varlen("speculative_group_7", (4, 200), (2, 16), (3, 30), group=7, num_kv_heads=1),
+    varlen("speculative_group_32", (2, 90), (1, 16), (2, 30), group=32, num_kv_heads=1, head_dim=16, v_head_dim=16),
+    varlen("speculative_window", (4, 300), (4, 50), (1, 33), (2, 60), window=40, num_sms=16),
+    varlen("speculative_everything", (4, 300), (3, 50), window=90, softcap=5.0, sinks=True, alibi=True, num_sms=16),
+    varlen("speculative_non_causal", (4, 300), (4, 50), (1, 33), causal=False),
+    varlen("speculative_over", (4, 70), (2, 33), bad_entries=((0, 1, OVER), (0, 4, OVER), (1, 0, OVER))),
+    varlen("speculative_table_rows", (4, 70), (0, 0), (2, 33), table_rows=True),
+    varlen(
+        "speculative_invariant", (4, 4200), (2, 60), batch_invariant=True, num_kv_heads=1, head_dim=16, v_head_dim=16
+    ),
+    varlen("window", (40, 300), (33, 33), (3, 90), (0, 5), window=40),
+    varlen("window_1", (40, 70), window=1),
+    varlen("window_block_12", (30, 200), (20, 20), window=25, block_size=12),
+    varlen("window_non_causal", (30, 100), (20, 20), window=25, causal=False),
+    varlen("window_shorter_than_queries", (40, 30), (33, 33), window=20),
+    varlen("window_over_watermark", (40, 300), window=50, bad_entries=((0, 1, OVER), (0, 14, OVER), (0, 18, OVER))),
+    varlen("softcap", (40, 70), (3, 9), softcap=3.0),
+    varlen("sinks", (40, 70), (33, 33), (3, 0), sinks=True),
+    varlen("alibi", (40, 70), (33, 33), alibi=True, group=3),
+    varlen("everything", (40, 300), (33, 33), window=100, softcap=5.0, sinks=True, alibi=True),
+    varlen("dim_512", (20, 40), head_dim=512, v_head_dim=512, num_kv_heads=1),
 )
 
 
@@ -177,9 +239,18 @@ class AttentionTensors:
     q: torch.Tensor
     layer: LayerCache | tuple[torch.Tensor, torch.Tensor]
     metadata: AttentionMetadata
+    arguments: dict[str, object]  # keywords of `paged_attention`
     keys: list[torch.Tensor]  # of each sequence: [length, num_kv_heads, head_dim]
     values: list[torch.Tensor]
     bad: list[tuple[int, int]]  # (row of the table, id) of each entry past the bound that a query needs
+
+    @property
+    def sinks(self) -> torch.Tensor:
+        return self.arguments["sinks"].cpu().double()
+
+    @property
+    def slopes(self) -> torch.Tensor:
+        return self.arguments["alibi_slopes"].cpu().double()
 
     def out(self) -> torch.Tensor:
         """Poisoned, so that a row left out is found."""
@@ -203,12 +274,21 @@ class AttentionTensors:
             usable = self.usable(sequence)
             keys, values = self.keys[sequence].cpu().double(), self.values[sequence].cpu().double()
             for i in range(num_queries):
-                seen = [j for j in usable if not case.causal or j <= length - num_queries + i]
+                position = length - num_queries + i
+                seen = [j for j in usable if not case.causal or j <= position]
+                seen = [j for j in seen if case.window is None or j > position - case.window]
                 if seen:
                     for head in range(case.num_query_heads):
                         scores = keys[seen, head // case.group] @ q[token, head] * scale
+                        if case.softcap:
+                            scores = case.softcap * torch.tanh(scores / case.softcap)
+                        if case.alibi:
+                            scores = scores + self.slopes[head] * (torch.tensor(seen) - position)
+                        if case.sinks:
+                            scores = torch.cat([scores, self.sinks[head : head + 1]])
                         lse[token, head] = torch.logsumexp(scores, 0)
-                        out[token, head] = torch.softmax(scores, 0) @ values[seen, head // case.group]
+                        weights = torch.softmax(scores, 0)[: len(seen)]
+                        out[token, head] = weights @ values[seen, head // case.group]
                 token += 1
         return out, lse
 
@@ -236,12 +316,14 @@ def make_tensors(case: AttentionCase, device: torch.device | str = "cpu", seed: 
             block = order.pop()
             tokens = slice(entry * case.block_size, min((entry + 1) * case.block_size, length))
             kind = unusable.get((sequence, entry))
-            if kind is None:
+            if kind is None and tokens.stop <= case.first_seen(sequence):
+                block = GARBAGE  # a block that the window left behind, and that may be gone
+            elif kind is None:
                 k_view[block, : tokens.stop - tokens.start] = k[tokens].to(device)
                 v_view[block, : tokens.stop - tokens.start] = v[tokens].to(device)
             else:
                 block = -1 - 1000 * entry if kind == NEGATIVE else bound + entry % 2 * 1_000_000_000
-                if kind == OVER and case.query_lens[sequence]:
+                if kind == OVER and case.query_lens[sequence] and tokens.stop > case.first_seen(sequence):
                     bad.append((int(rows[sequence]), block))
             table[rows[sequence], entry] = block
     starts = torch.tensor([0, *case.query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -257,7 +339,12 @@ def make_tensors(case: AttentionCase, device: torch.device | str = "cpu", seed: 
     )
     # Queries are a slice of a fused qkv tensor.
     qkv = torch.randn(case.num_tokens, case.num_query_heads + 2, case.head_dim, generator=random).to(case.dtype)
-    return AttentionTensors(case, qkv.to(device)[:, : case.num_query_heads], layer, metadata, keys, values, bad)
+    arguments: dict[str, object] = {name: getattr(case, name) for name in ("causal", "scale", "window", "softcap")}
+    arguments["batch_invariant"] = case.batch_invariant
+    heads = case.num_query_heads
+    arguments["sinks"] = torch.randn(heads, generator=random).to(device) if case.sinks else None
+    arguments["alibi_slopes"] = torch.rand(heads, generator=random).to(device) * 0.2 if case.alibi else None
+    return AttentionTensors(case, qkv.to(device)[:, :heads], layer, metadata, arguments, keys, values, bad)
 
 
 def _poisoned_cache(
@@ -314,6 +401,7 @@ class AttentionShape:
     dtype: torch.dtype
     has_control: bool = True
     has_lse: bool = False
+    has_variants: bool = False  # also with window, soft cap, sinks, ALiBi and batch invariance
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -323,7 +411,7 @@ class AttentionShape:
 
 
 SHAPES = (
-    AttentionShape(8, 4, 128, 128, 16, BF16),
+    AttentionShape(8, 4, 128, 128, 16, BF16, has_variants=True),
     AttentionShape(8, 4, 128, 128, 16, BF16, has_control=False),
     AttentionShape(8, 4, 128, 128, 16, F16, has_lse=True),
     AttentionShape(8, 4, 128, 128, 16, F32),
@@ -337,7 +425,7 @@ SHAPES = (
     AttentionShape(4, 7, 128, 128, 16, BF16),
     AttentionShape(32, 1, 128, 128, 16, F16),
     AttentionShape(32, 1, 80, 80, 16, BF16),
-    AttentionShape(8, 8, 96, 96, 16, BF16),
+    AttentionShape(8, 8, 96, 96, 16, BF16, has_variants=True),
     AttentionShape(8, 8, 112, 112, 32, F16),
     AttentionShape(8, 8, 120, 120, 16, BF16),
     AttentionShape(2, 16, 64, 64, 16, BF16),
@@ -352,8 +440,10 @@ SHAPES = (
     AttentionShape(1, 128, 128, 128, 16, BF16),
     AttentionShape(1, 128, 256, 256, 48, BF16),
     AttentionShape(1, 128, 128, 128, 12, F32),
+    AttentionShape(2, 8, 512, 512, 16, BF16),
 )
 
+PLAIN_SCORING = {"scale": 0.1, "causal": True, "window": 0, "softcap": 0.0, "sinks": None, "alibi_slopes": None}
 NUM_SEQS = (1, 16, 64, 256, 2000)
 QUERY_LENS = (1, 4, 16, 512)
 
@@ -393,35 +483,36 @@ def shape_launches(shape: AttentionShape, hardware: Hardware, *, every: bool = T
             seen.add(key)
             launches[name] = replace(launch)
 
-    def tensors(num_tokens: int, num_seqs: int):
+    def words(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=torch.int32, **meta)
+
+    def add(name: str, num_seqs: int, queries: int | None, **fields) -> None:
+        num_tokens = num_seqs * (queries or 1)
         q = torch.empty(num_tokens, num_heads, shape.head_dim, dtype=shape.dtype, **meta)
         out = torch.empty(num_tokens, num_heads, shape.v_head_dim, dtype=shape.dtype, **meta)
         lse = torch.empty(num_tokens, num_heads, **meta) if shape.has_lse else None
-        table = torch.empty(num_seqs, 512, dtype=torch.int32, **meta)
-        return q, table, torch.empty(num_seqs, dtype=torch.int32, **meta), out, lse
+        starts = None if queries is None else words(num_seqs + 1)
+        batch = Batch(words(num_seqs, 512), words(num_seqs), starts, None, queries or 1)
+        invariant = fields.pop("batch_invariant", False)
+        scoring = Scoring(**{**PLAIN_SCORING, **fields})
+        if decodes(batch, shape.group):
+            pair = decode_launches(q, operands, batch, out, lse, scoring, hardware=hardware, batch_invariant=invariant)
+            for part, launch in zip(("decode", "join"), pair):
+                keep(f"{part}-{name}", launch)
+        else:
+            keep(f"prefill-{name}", prefill_launches(q, operands, batch, out, lse, scoring, hardware=hardware)[0])
 
     for num_seqs in NUM_SEQS if every else (1, 64):
-        q, table, seq_lens, out, lse = tensors(num_seqs, num_seqs)
-        pair = decode_launches(q, operands, table, seq_lens, None, out, lse, scale=0.1, hardware=hardware)
-        for part, launch in zip(("decode", "join"), pair):
-            keep(f"{part}-{num_seqs}", launch)
+        add(str(num_seqs), num_seqs, None)
     for num_seqs in (4, 2000) if every else (4,):
         for query_len in QUERY_LENS if every else (512,):
-            q, table, seq_lens, out, lse = tensors(num_seqs * query_len, num_seqs)
-            starts = torch.empty(num_seqs + 1, dtype=torch.int32, **meta)
-            (launch,) = prefill_launches(
-                q,
-                operands,
-                table,
-                seq_lens,
-                starts,
-                None,
-                out,
-                lse,
-                scale=0.1,
-                causal=True,
-                max_query_len=query_len,
-                hardware=hardware,
-            )
-            keep(f"prefill-{num_seqs}-{query_len}", launch)
+            add(f"{num_seqs}-{query_len}", num_seqs, query_len)
+    if every and shape.has_variants:
+        sinks, slopes = torch.empty(num_heads, dtype=BF16, **meta), torch.empty(num_heads, **meta)
+        everything = {"window": 1000, "softcap": 30.0, "sinks": sinks, "alibi_slopes": slopes}
+        for queries, suffix in ((None, ""), (4, "-4"), (512, "-512")):
+            add(f"everything{suffix}", 16, queries, **everything)
+            add(f"window{suffix}", 16, queries, window=1000)
+        add("invariant", 16, None, batch_invariant=True)
+        add("invariant-4", 16, 4, batch_invariant=True)
     return launches

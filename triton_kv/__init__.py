@@ -42,7 +42,9 @@ from triton_kv.memory import (
     open_memory,
     probe,
 )
+from triton_kv.merging import merge_attention, merge_attention_reference
 from triton_kv.metadata import AttentionBuffers, AttentionMetadata
+from triton_kv.plan import AttentionPlan
 from triton_kv.sizing import Plan, fit_blocks, plan_blocks
 from triton_kv.spec import AttentionSpec, BlockTensor, MambaSpec, MLASpec, StateSpec, StateTensor
 from triton_kv.stats import CacheStats
@@ -56,6 +58,7 @@ __all__ = [
     "Asleep",
     "AttentionBuffers",
     "AttentionMetadata",
+    "AttentionPlan",
     "AttentionSpec",
     "BadAccess",
     "BlockTensor",
@@ -101,6 +104,8 @@ __all__ = [
     "arrange",
     "compile_kernels",
     "fit_blocks",
+    "merge_attention",
+    "merge_attention_reference",
     "open_memory",
     "paged_attention",
     "paged_attention_reference",

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from triton_kv.choices import Hardware, choose_decode, choose_prefill, hardware_of, lanes_of, reads_scalar_ids
-from triton_kv.kernels.decode import decode_kernel, join_kernel
+from triton_kv.choices import Hardware, choose_prefill, hardware_of, lanes_of, reads_scalar_ids
+from triton_kv.decode import (
+    Batch,
+    Workspace,
+    cache_geometry,
+    choice_of,
+    decode_launches,
+    decodes,
+    make_workspace,
+    row_divisor,
+    stride_token,
+)
+from triton_kv.kernels.decode import decode_kernel
 from triton_kv.kernels.prefill import prefill_kernel
 from triton_kv.launch import Launch, eager, interpreted, register
+from triton_kv.launch_cache import LaunchCache, described
 from triton_kv.layer import OPERANDS_SCHEMA, LayerCache, LayerOperands, operands_of
+from triton_kv.metadata import AttentionMetadata
+from triton_kv.scoring import SCORING_SCHEMA, Scoring, make_scoring
 
 if TYPE_CHECKING:
-    from triton_kv.metadata import AttentionMetadata
+    from collections.abc import Callable, Hashable
 
-MAX_HEAD_DIM = 256
+    from triton_kv.plan import AttentionPlan
+
+MAX_HEAD_DIM = 512
 MAX_GROUP = 128  # query heads a KV head
-_LOG2_E = 1.4426950408889634
 _BLOCK_READ = 1  # the control block's kind of a block id at or past the bound, read by attention
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -28,7 +42,7 @@ def paged_attention(
     layer: LayerCache | tuple[torch.Tensor, torch.Tensor],
     metadata: AttentionMetadata,
     *,
-    plan: Any = None,
+    plan: AttentionPlan | None = None,
     scale: float | None = None,
     causal: bool = True,
     window: int | None = None,
@@ -50,10 +64,16 @@ def paged_attention(
         metadata: the batch. With `query_start_loc` sequences have any number of query tokens, which are the last ones
             of their context; without it each has one.
         scale: factor of the scores; `None` is head_dim ** -0.5.
+        plan: owns the workspace, and what `prepare` found once a step for all layers; `None` allocates and finds it in
+            every call. It must have been prepared for this metadata; prefill does not need one.
         causal: a query token sees the keys up to its own position; else all keys of its sequence.
+        window: query i sees keys i - window + 1 and later; blocks before the window are not read. `None` is all.
+        softcap: scores become softcap * tanh(score / softcap); 0 is none. Before `alibi_slopes`.
+        sinks: `[num_query_heads]` floating point: a further score in each row's softmax that has no value.
+        alibi_slopes: `[num_query_heads]` floating point: slope * (key position - query position) is added to a score.
         out: `[num_tokens, num_query_heads, v_head_dim]` of q's dtype, channels contiguous; `None` allocates it.
-        return_lse: also return the natural log of the softmax denominator.
-        plan, window, softcap, sinks, alibi_slopes, batch_invariant: not supported yet.
+        return_lse: also return the natural log of the softmax denominator, the sink's share in it.
+        batch_invariant: a row's bits do not depend on its neighbours, the batch size, padding or block ids.
 
     Returns:
         out, or (out, lse) with lse float32 `[num_tokens, num_query_heads]`.
@@ -64,43 +84,157 @@ def paged_attention(
     table entry is counted in the control block of a cache. Table entries past a row's need are not read, and unread
     slots may hold anything, NaN included. Deterministic. Runs on the current stream and does not synchronise; grids
     depend on shapes only, so a captured call stays right for other lengths and after the cache grew. On a CPU it is
-    `paged_attention_reference`, or the interpreted kernels under `TRITON_INTERPRET=1` (bfloat16 excepted).
+    `paged_attention_reference`, or the interpreted kernels under `TRITON_INTERPRET=1` (bfloat16 excepted). It has no
+    gradient. head_dim may be at most 512, and at most 128 query heads may share a KV head.
 
-    Raises `ValueError` or `TypeError` for shapes, dtypes or devices that do not fit, `NotImplementedError` for
-    arguments not supported yet, `Closed` and `NothingCommitted`.
+    Raises `ValueError` or `TypeError` for shapes, dtypes or devices that do not fit, `Closed` and `NothingCommitted`
+    (not under `torch.compile`, which would compile again after each extend).
 
     Decode cuts the batch into equal chunks of tiles on the device (the idea of FlashInfer's and FlashAttention-3's
     schedulers, without their plan step); prefill is FlashAttention-2 with the heads of a group packed into rows.
     """
-    if (
-        plan is not None
-        or window is not None
-        or softcap
-        or sinks is not None
-        or alibi_slopes is not None
-        or batch_invariant
-    ):
-        _refuse(plan, window, softcap, sinks, alibi_slopes, batch_invariant)
     operands = operands_of(layer)
-    _check(q, operands, metadata, out)
+    key = None
+    if isinstance(q, torch.Tensor) and q.is_cuda and eager(q, out, operands.k_cache, metadata.block_table):
+        key = _call_key(q, operands, metadata, scale, causal, window, softcap, sinks, alibi_slopes, out, return_lse)
+        key = (*key, plan is None, batch_invariant)
+    if key is None or not _CALLS.knows(key):
+        _check(q, operands, metadata, out)
     if out is None:
         out = q.new_empty((q.shape[0], q.shape[1], operands.v_head_dim))
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-    attend = _attend if eager(q, out, operands.k_cache, metadata.block_table) else _OP
-    attend(
+    batch = Batch.of(metadata)
+
+    def scoring() -> Scoring:
+        return make_scoring(
+            q.shape[2],
+            q.shape[1],
+            q.device,
+            scale=scale,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+        )
+
+    workspace = None if plan is None else plan.workspace_for(q, operands, metadata, window or 0, batch_invariant)
+    if key is not None and q.shape[0]:
+        _launch_known(key, q, operands, batch, out, lse, scoring, sinks, alibi_slopes, batch_invariant, workspace)
+    else:
+        attend = _attend if eager(q, out, operands.k_cache, metadata.block_table) else _OP
+        partials, chunks = (None, None) if workspace is None else workspace
+        attend(q, *batch, out, lse, partials, chunks, batch_invariant, *scoring(), *operands)
+    return out if lse is None else (out, lse)
+
+
+# Parameters of attention kernels that take tensors, in the order of `_launch_known`.
+_CALLS = LaunchCache(
+    (
+        "q_ptr",
+        "k_cache_ptr",
+        "v_cache_ptr",
+        "block_table_ptr",
+        "seq_lens_ptr",
+        "query_start_loc_ptr",
+        "table_rows_ptr",
+        "sinks_ptr",
+        "alibi_slopes_ptr",
+        "control_ptr",
+        "chunks_ptr",
+        "out_ptr",
+        "lse_ptr",
+        "partials_ptr",
+    )
+)
+
+
+def _call_key(
+    q: torch.Tensor,
+    operands: LayerOperands,
+    metadata: AttentionMetadata,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    out: torch.Tensor | None,
+    return_lse: bool,
+) -> tuple[Hashable, ...]:
+    """All that a call's checks and launches depend on, except which tensors of those shapes it gets."""
+    table = metadata.block_table
+    return (
+        q.shape,
+        q.stride(),
+        q.dtype,
+        q.device,
+        q.data_ptr() % 16,
+        described(out),
+        described(sinks),
+        described(alibi_slopes),
+        return_lse,
+        scale,
+        causal,
+        window,
+        softcap,
+        metadata.num_tokens,
+        metadata.num_seqs,
+        metadata.max_query_len,
+        metadata.device,
+        table.shape,
+        table.stride(0),
+        metadata.query_start_loc is None,
+        metadata.table_rows is None,
+        operands.k_cache.data_ptr() % 16,
+        described(operands.v_cache),
+        operands.v_offset,
+        operands.control is None,
+        operands.dtype,
+        operands.device,
+        operands[4:],
+    )
+
+
+def _launch_known(
+    key: tuple[Hashable, ...],
+    q: torch.Tensor,
+    operands: LayerOperands,
+    batch: Batch,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    scoring: Callable[[], Scoring],
+    sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    batch_invariant: bool,
+    workspace: Workspace | None,
+) -> None:
+    """An eager call on a GPU: what launches of this key have in common is made once."""
+    if workspace is None and decodes(batch, q.shape[1] // operands.num_kv_heads):
+        choice = choice_of(batch, q.shape[1], operands, hardware_of(q.device), batch_invariant)
+        workspace = make_workspace(batch, q.shape[1], operands, choice)
+    partials, chunks = (None, None) if workspace is None else workspace
+
+    def build() -> tuple[Launch, ...]:
+        return _launches(q, operands, batch, out, lse, scoring(), batch_invariant, workspace)
+
+    tensors = (
         q,
-        metadata.block_table,
-        metadata.seq_lens,
-        metadata.query_start_loc,
-        metadata.table_rows,
+        operands.k_cache,
+        operands.k_cache if operands.v_cache is None else operands.v_cache,
+        batch.block_table,
+        batch.seq_lens,
+        batch.query_start_loc,
+        batch.table_rows,
+        sinks,
+        alibi_slopes,
+        operands.control,
+        chunks,
         out,
         lse,
-        q.shape[2] ** -0.5 if scale is None else scale,
-        causal,
-        metadata.max_query_len,
-        *operands,
+        partials,
     )
-    return out if lse is None else (out, lse)
+    _CALLS.run(key, q.device, tensors, build)
 
 
 def paged_attention_reference(
@@ -108,7 +242,7 @@ def paged_attention_reference(
     layer: LayerCache | tuple[torch.Tensor, torch.Tensor],
     metadata: AttentionMetadata,
     *,
-    plan: Any = None,
+    plan: AttentionPlan | None = None,
     scale: float | None = None,
     causal: bool = True,
     window: int | None = None,
@@ -121,135 +255,36 @@ def paged_attention_reference(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`paged_attention` in plain torch, any device, computed in float32 (float64 for float64 tensors).
 
-    It reads lengths and tables on the host, so it synchronises.
+    It reads lengths and tables on the host, so it synchronises. `plan` and `batch_invariant` change nothing here.
     """
-    _refuse(plan, window, softcap, sinks, alibi_slopes, batch_invariant)
     operands = operands_of(layer)
     _check(q, operands, metadata, out, reference=True)
+    scoring = make_scoring(
+        q.shape[2],
+        q.shape[1],
+        q.device,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+    )
     if out is None:
         out = q.new_empty((q.shape[0], q.shape[1], operands.v_head_dim))
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-    _attend_plainly(
-        q,
-        operands,
-        metadata.block_table,
-        metadata.seq_lens,
-        metadata.query_start_loc,
-        metadata.table_rows,
-        out,
-        lse,
-        q.shape[2] ** -0.5 if scale is None else scale,
-        causal,
-    )
+    _attend_plainly(q, operands, Batch.of(metadata), out, lse, scoring)
     return out if lse is None else (out, lse)
-
-
-def decode_launches(
-    q: torch.Tensor,
-    operands: LayerOperands,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    table_rows: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    *,
-    scale: float,
-    hardware: Hardware,
-) -> tuple[Launch, Launch]:
-    """The two launches of attention with one query token a sequence (at least one sequence).
-
-    Looks at shapes, strides and dtypes only, so meta tensors will do; allocates the workspace on q's device.
-    """
-    num_seqs, num_query_heads, head_dim = q.shape
-    num_kv_heads, v_head_dim = operands.num_kv_heads, operands.v_head_dim
-    group = num_query_heads // num_kv_heads
-    choice = choose_decode(
-        num_seqs, num_kv_heads, group, head_dim, v_head_dim, operands.block_size, q.element_size(), hardware
-    )
-    partials = torch.empty(choice.workspace_elements(num_query_heads, v_head_dim), dtype=torch.float32, device=q.device)
-    out_stride_token = _stride_token(out)
-    num_parts = -(-group // choice.rows)
-    decode = Launch(
-        kernel=decode_kernel,
-        grid=(choice.num_chunks * num_kv_heads * num_parts,),
-        arguments={
-            "q_ptr": q,
-            "k_cache_ptr": operands.k_cache,
-            "v_cache_ptr": operands.k_cache if operands.v_cache is None else operands.v_cache,
-            "block_table_ptr": block_table,
-            "seq_lens_ptr": seq_lens,
-            "table_rows_ptr": table_rows,
-            "control_ptr": operands.control,
-            "out_ptr": out,
-            "lse_ptr": lse,
-            "partials_ptr": partials,
-            "v_offset": operands.v_offset,
-            "num_seqs": num_seqs,
-            "table_width": block_table.shape[1],
-            "num_blocks": operands.num_blocks,
-            "table_stride_row": block_table.stride(0),
-            "q_stride_token": _stride_token(q),
-            "out_stride_token": out_stride_token,
-            "scale_log2": scale * _LOG2_E,
-            "GROUP": group,
-            **_geometry(q, operands, out),
-            "ROWS": choice.rows,
-            "TILE": choice.tile,
-            "K_LANES": lanes_of(head_dim),
-            "V_LANES": lanes_of(v_head_dim),
-            "NUM_CHUNKS": choice.num_chunks,
-            "SCAN": choice.scan,
-            "ONE_SCAN": choice.one_scan,
-            "SCALAR_IDS": reads_scalar_ids(operands.block_size),
-            "STAGES": choice.num_stages,
-            "USE_PDL": choice.use_pdl,
-        },
-        num_warps=choice.num_warps,
-        num_stages=choice.num_stages,
-        launch_pdl=choice.use_pdl,
-        max_registers=choice.max_registers,
-    )
-    join = Launch(
-        kernel=join_kernel,
-        grid=(choice.num_chunks * num_query_heads,),
-        arguments={
-            "seq_lens_ptr": seq_lens,
-            "out_ptr": out,
-            "lse_ptr": lse,
-            "partials_ptr": partials,
-            "num_seqs": num_seqs,
-            "out_stride_token": out_stride_token,
-            "HEADS": num_query_heads,
-            "V_HEAD_DIM": v_head_dim,
-            "OUT_STRIDE_HEAD": out.stride(1),
-            "TILE": choice.tile,
-            "V_LANES": lanes_of(v_head_dim),
-            "NUM_CHUNKS": choice.num_chunks,
-            "SCAN": choice.scan,
-            "ONE_SCAN": choice.one_scan,
-            "PARTS": choice.join_parts,
-            "USE_PDL": choice.use_pdl,
-        },
-        num_warps=1,  # more would stay resident under the decode kernel: +1 to 4 us (H200)
-        num_stages=1,
-        launch_pdl=choice.use_pdl,
-    )
-    return decode, join
 
 
 def prefill_launches(
     q: torch.Tensor,
     operands: LayerOperands,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    table_rows: torch.Tensor | None,
+    batch: Batch,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    scoring: Scoring,
     *,
-    scale: float,
-    causal: bool,
-    max_query_len: int,
     hardware: Hardware,
 ) -> tuple[Launch]:
     """The launch of attention with any number of query tokens a sequence (at least one token).
@@ -257,39 +292,53 @@ def prefill_launches(
     Looks at shapes, strides and dtypes only, so meta tensors will do.
     """
     num_tokens, num_query_heads, head_dim = q.shape
-    num_seqs = seq_lens.shape[0]
     num_kv_heads, v_head_dim = operands.num_kv_heads, operands.v_head_dim
     group = num_query_heads // num_kv_heads
     choice = choose_prefill(
-        num_seqs, max_query_len, group, head_dim, v_head_dim, operands.block_size, q.element_size(), hardware
+        batch.num_seqs,
+        batch.max_query_len,
+        group,
+        head_dim,
+        v_head_dim,
+        operands.block_size,
+        q.element_size(),
+        hardware,
     )
     launch = Launch(
         kernel=prefill_kernel,
         # Enough however the tokens are shared out; one more sequence stands for padding tokens.
-        grid=(num_tokens * group // choice.rows + num_seqs + 1, num_kv_heads),
+        grid=(num_tokens * group // choice.rows + batch.num_seqs + 1, num_kv_heads),
         arguments={
             "q_ptr": q,
             "k_cache_ptr": operands.k_cache,
             "v_cache_ptr": operands.k_cache if operands.v_cache is None else operands.v_cache,
-            "block_table_ptr": block_table,
-            "seq_lens_ptr": seq_lens,
-            "query_start_loc_ptr": query_start_loc,
-            "table_rows_ptr": table_rows,
+            "block_table_ptr": batch.block_table,
+            "seq_lens_ptr": batch.seq_lens,
+            "query_start_loc_ptr": batch.query_start_loc,
+            "table_rows_ptr": batch.table_rows,
+            "sinks_ptr": scoring.sinks,
+            "alibi_slopes_ptr": scoring.alibi_slopes,
             "control_ptr": operands.control,
             "out_ptr": out,
             "lse_ptr": lse,
             "v_offset": operands.v_offset,
             "num_tokens": num_tokens,
-            "num_seqs": num_seqs,
-            "table_width": block_table.shape[1],
+            "num_seqs": batch.num_seqs,
+            "table_width": batch.block_table.shape[1],
             "num_blocks": operands.num_blocks,
-            "table_stride_row": block_table.stride(0),
-            "q_stride_token": _stride_token(q),
-            "out_stride_token": _stride_token(out),
-            "scale_log2": scale * _LOG2_E,
+            "table_stride_row": batch.block_table.stride(0),
+            "q_stride_token": stride_token(q),
+            "out_stride_token": stride_token(out),
+            "scale_log2": scoring.scale_log2,
             "GROUP": group,
-            **_geometry(q, operands, out),
-            "IS_CAUSAL": causal,
+            **cache_geometry(operands),
+            "Q_STRIDE_HEAD": q.stride(1),
+            "Q_DIVISOR": row_divisor(q),
+            "OUT_STRIDE_HEAD": out.stride(1),
+            "OUT_DIVISOR": row_divisor(out),
+            "IS_CAUSAL": scoring.causal,
+            "WINDOW": scoring.window,
+            "SOFTCAP_LOG2": scoring.softcap_log2,
             "ROWS": choice.rows,
             "TILE": choice.tile,
             "K_LANES": lanes_of(head_dim),
@@ -306,52 +355,6 @@ def prefill_launches(
     return (launch,)
 
 
-def _stride_token(tensor: torch.Tensor) -> int:
-    """A single token's stride is never used and may be anything: no variant of the kernel for it."""
-    return tensor.stride(0) if tensor.shape[0] > 1 else tensor.shape[1] * tensor.shape[2]
-
-
-def _geometry(q: torch.Tensor, operands: LayerOperands, out: torch.Tensor) -> dict[str, int]:
-    """The constexprs that a cache and a model never change."""
-    vector = 16 // q.element_size()
-    return {
-        "NUM_KV_HEADS": operands.num_kv_heads,
-        "HEAD_DIM": operands.head_dim,
-        "V_HEAD_DIM": operands.v_head_dim,
-        "BLOCK_SIZE": operands.block_size,
-        "K_STRIDE_BLOCK": operands.k_strides[0],
-        "K_STRIDE_TOKEN": operands.k_strides[1],
-        "K_STRIDE_HEAD": operands.k_strides[2],
-        "V_STRIDE_BLOCK": operands.v_strides[0],
-        "V_STRIDE_TOKEN": operands.v_strides[1],
-        "V_STRIDE_HEAD": operands.v_strides[2],
-        "V_DIVISOR": math.gcd(operands.v_offset, operands.v_strides[2], vector),
-        "Q_STRIDE_HEAD": q.stride(1),
-        "OUT_STRIDE_HEAD": out.stride(1),
-    }
-
-
-def _refuse(
-    plan: Any,
-    window: int | None,
-    softcap: float,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    batch_invariant: bool,
-) -> None:
-    asked = {
-        "plan": plan is not None,
-        "window": window is not None,
-        "softcap": bool(softcap),
-        "sinks": sinks is not None,
-        "alibi_slopes": alibi_slopes is not None,
-        "batch_invariant": bool(batch_invariant),
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise NotImplementedError(f"{name} is not supported yet")
-
-
 def _check(
     q: torch.Tensor,
     operands: LayerOperands,
@@ -359,6 +362,11 @@ def _check(
     out: torch.Tensor | None,
     reference: bool = False,
 ) -> None:
+    for name, tensor in (("q", q), ("out", out)):
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
+    if not isinstance(metadata, AttentionMetadata):
+        raise TypeError(f"metadata must be an AttentionMetadata, not {type(metadata).__name__}")
     if q.dim() != 3:
         raise ValueError(f"q must be 3-D [num_tokens, num_query_heads, head_dim], got {tuple(q.shape)}")
     num_tokens, num_query_heads, head_dim = q.shape
@@ -375,9 +383,12 @@ def _check(
     if metadata.seq_lens.device != q.device:
         raise ValueError(f"q is on {q.device}, but the metadata is on {metadata.seq_lens.device}")
     if metadata.num_tokens != num_tokens:
-        raise ValueError(f"q has {num_tokens} tokens, but the metadata describes {metadata.num_tokens}")
+        raise ValueError(
+            f"q has {num_tokens} tokens, but the metadata describes {metadata.num_tokens}: "
+            "pass the metadata of this step (AttentionBuffers.view for padded batches)"
+        )
     if head_dim > 1 and q.stride(2) != 1:
-        raise ValueError(f"q's channels must be contiguous, got strides {q.stride()}")
+        raise ValueError(f"q's channels must be contiguous, got strides {q.stride()}: call .contiguous() on it")
     if not reference:
         if q.dtype not in _KERNEL_DTYPES:
             raise TypeError(f"q must be float16, bfloat16 or float32, got {q.dtype}")
@@ -404,58 +415,65 @@ def _attend(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor | None,
     table_rows: torch.Tensor | None,
+    max_query_len: int,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-    max_query_len: int,
-    *layer: Any,
+    partials: torch.Tensor | None,
+    chunks: torch.Tensor | None,
+    batch_invariant: bool,
+    *scoring_and_layer: Any,
 ) -> None:
     if q.shape[0] == 0:
         return
-    operands = LayerOperands(*layer)
+    batch = Batch(block_table, seq_lens, query_start_loc, table_rows, max_query_len)
+    scoring = Scoring(*scoring_and_layer[: len(Scoring._fields)])
+    operands = LayerOperands(*scoring_and_layer[len(Scoring._fields) :])
     # The interpreter's bfloat16 arithmetic is wrong.
     if q.device.type == "cpu" and (not interpreted(decode_kernel) or q.dtype == torch.bfloat16):
-        _attend_plainly(q, operands, block_table, seq_lens, query_start_loc, table_rows, out, lse, scale, causal)
+        _attend_plainly(q, operands, batch, out, lse, scoring)
         return
-    hardware = hardware_of(q.device)
-    launches: tuple[Launch, ...]
-    if query_start_loc is None:
-        launches = decode_launches(
-            q, operands, block_table, seq_lens, table_rows, out, lse, scale=scale, hardware=hardware
-        )
-    else:
-        launches = prefill_launches(
-            q,
-            operands,
-            block_table,
-            seq_lens,
-            query_start_loc,
-            table_rows,
-            out,
-            lse,
-            scale=scale,
-            causal=causal,
-            max_query_len=max_query_len,
-            hardware=hardware,
-        )
-    for launch in launches:
+    workspace = None if partials is None else Workspace(partials, chunks)
+    for launch in _launches(q, operands, batch, out, lse, scoring, batch_invariant, workspace):
         launch.run(q.device)
 
 
+def _launches(
+    q: torch.Tensor,
+    operands: LayerOperands,
+    batch: Batch,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    scoring: Scoring,
+    batch_invariant: bool,
+    workspace: Workspace | None,
+) -> tuple[Launch, ...]:
+    hardware = hardware_of(q.device)
+    if not decodes(batch, q.shape[1] // operands.num_kv_heads):
+        return prefill_launches(q, operands, batch, out, lse, scoring, hardware=hardware)
+    return decode_launches(
+        q,
+        operands,
+        batch,
+        out,
+        lse,
+        scoring,
+        hardware=hardware,
+        batch_invariant=batch_invariant,
+        workspace=workspace,
+    )
+
+
+@torch.no_grad()
 def _attend_plainly(
     q: torch.Tensor,
     operands: LayerOperands,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor | None,
-    table_rows: torch.Tensor | None,
+    batch: Batch,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    scale: float,
-    causal: bool,
+    scoring: Scoring,
 ) -> None:
     """One sequence after another; of the cache only blocks below the bound that a length asks for are read."""
+    block_table, seq_lens, query_start_loc, table_rows, _ = batch
     control, block_size, num_kv_heads = operands.control, operands.block_size, operands.num_kv_heads
     num_tokens, num_query_heads, head_dim = q.shape
     group = num_query_heads // num_kv_heads
@@ -474,30 +492,43 @@ def _attend_plainly(
             continue
         written = end
         num_entries = min(-(-length // block_size), block_table.shape[1])
-        if num_entries <= 0:
+        # Entries in front of the first query's window may name blocks that are gone.
+        first_entry = max(length - num_queries - scoring.window + 1, 0) // block_size if scoring.window else 0
+        if num_entries <= first_entry:
             _write_nothing(out[start:end], None if lse is None else lse[start:end])
             continue
-        blocks = block_table[row, :num_entries].long()
-        keys = torch.arange(min(num_entries * block_size, length), device=q.device)  # positions
+        blocks = block_table[row, first_entry:num_entries].long()
+        keys = torch.arange(first_entry * block_size, min(num_entries * block_size, length), device=q.device)
         usable = (blocks >= 0) & (blocks < bound)
         if not bool(usable.all()):
             if control is not None:
                 _count_bad_blocks(control, blocks, row, bound)
-            keys = keys[usable[keys // block_size]]
+            keys = keys[usable[keys // block_size - first_entry]]
             # Unusable blocks drop out; of what is left only the last may be part-filled.
             blocks = blocks[usable]
         k = k_view[blocks].flatten(0, 1)[: len(keys)].to(compute)  # [keys, num_kv_heads, head_dim]
         v = v_view[blocks].flatten(0, 1)[: len(keys)].to(compute)
         queries = q[start:end].to(compute).view(num_queries, num_kv_heads, group, head_dim)
-        # [num_kv_heads, group * num_queries, keys]
-        scores = queries.permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim) @ k.permute(1, 2, 0) * scale
-        if causal and num_queries > 1:
-            positions = torch.arange(length - num_queries, length, device=q.device)
-            hidden = keys > positions[:, None]  # [num_queries, keys]
-            scores = scores.masked_fill(hidden.repeat(group, 1), -torch.inf)
+        positions = torch.arange(length - num_queries, length, device=q.device)
+        distance = keys - positions[:, None]  # [num_queries, keys]
+        hidden = distance > 0 if scoring.causal else torch.zeros_like(distance, dtype=torch.bool)
+        if scoring.window:
+            hidden = hidden | (distance <= -scoring.window)
+            v = v.masked_fill(hidden.all(0)[:, None, None], 0.0)  # what lies in a slot that nobody sees is not a number
+        # [num_kv_heads, group, num_queries, keys]
+        scores = queries.permute(1, 2, 0, 3) @ k.permute(1, 2, 0)[:, None] * scoring.scale
+        if scoring.softcap:
+            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+        if scoring.alibi_slopes is not None:
+            slopes = scoring.alibi_slopes.to(compute).view(num_kv_heads, group, 1, 1)
+            scores = scores + slopes * distance.to(compute)
+        scores = scores.masked_fill(hidden, -torch.inf)
         log_sum = scores.logsumexp(dim=-1, keepdim=True)
+        if scoring.sinks is not None:
+            sinks = scoring.sinks.to(compute).view(num_kv_heads, group, 1, 1)
+            log_sum = torch.where(log_sum == -torch.inf, log_sum, torch.logaddexp(log_sum, sinks))
         weights = (scores - log_sum.masked_fill(log_sum == -torch.inf, 0.0)).exp()
-        result = (weights @ v.transpose(0, 1)).view(num_kv_heads, group, num_queries, -1)
+        result = weights @ v.transpose(0, 1)[:, None]
         out[start:end] = result.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
         if lse is not None:
             lse[start:end] = log_sum.view(num_query_heads, num_queries).T
@@ -516,20 +547,20 @@ def _count_bad_blocks(control: torch.Tensor, blocks: torch.Tensor, row: int, bou
         return
     control[1] += len(bad)
     if int(control[2]) == 0:
-        control[2:5] = torch.tensor([_BLOCK_READ, row, int(bad[0])], dtype=torch.int32)
+        control[2:5] = torch.tensor([_BLOCK_READ, row, int(bad[0])], dtype=torch.int32, device=control.device)
 
 
 _OP = register(
     "paged_attention",
-    "(Tensor q, Tensor block_table, Tensor seq_lens, Tensor? query_start_loc, Tensor? table_rows, Tensor(a!) out, "
-    f"Tensor(b!)? lse, float scale, bool causal, SymInt max_query_len, {OPERANDS_SCHEMA}) -> ()",
+    "(Tensor q, Tensor block_table, Tensor seq_lens, Tensor? query_start_loc, Tensor? table_rows, "
+    "SymInt max_query_len, Tensor(a!) out, Tensor(b!)? lse, Tensor(d!)? partials, Tensor? chunks, "
+    f"bool batch_invariant, {SCORING_SCHEMA}, {OPERANDS_SCHEMA}) -> ()",
     _attend,
 )
 
 __all__ = [
     "MAX_GROUP",
     "MAX_HEAD_DIM",
-    "decode_launches",
     "paged_attention",
     "paged_attention_reference",
     "prefill_launches",

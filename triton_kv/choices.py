@@ -77,18 +77,21 @@ class DecodeChoice:
     """How decode attention is cut into programs."""
 
     tile: int  # tokens a step of the loop
-    rows: int  # query heads a program, padded
+    rows: int  # (query token, query head) pairs a program, padded
     num_warps: int
     num_stages: int
     num_chunks: int  # pieces the batch is cut into
+    split_tokens: int  # a partial of its own for each so many tokens; 0: partials only where a chunk cuts a sequence
     scan: int  # lengths scanned at a time
     one_scan: bool  # one scan takes in all of them
     join_parts: int  # partials that the joining program reads at a time
+    join_channels: int  # of V that it joins
+    join_warps: int
     use_pdl: bool
     max_registers: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tile", "rows", "scan", "join_parts"):
+        for name in ("tile", "rows", "scan", "join_parts", "join_channels"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, got {value}")
@@ -96,10 +99,18 @@ class DecodeChoice:
             raise ValueError(f"tile {self.tile} and rows {self.rows} must be at least 16, tl.dot's smallest")
         if self.num_chunks < 1:
             raise ValueError(f"num_chunks must be at least 1, got {self.num_chunks}")
+        if self.split_tokens % self.tile:
+            raise ValueError(f"split_tokens {self.split_tokens} must be a multiple of the tile {self.tile}")
 
-    def workspace_elements(self, num_query_heads: int, v_head_dim: int) -> int:
-        """f32 elements for two partials and their log-sum-exps a chunk; independent of the batch and its lengths."""
-        return 2 * self.num_chunks * num_query_heads * (v_head_dim + 1)
+    def num_slots(self, num_seqs: int, max_seq_len: int) -> int:
+        """Partials of one row that the workspace holds: two a chunk, or one a split of every sequence."""
+        if self.split_tokens:
+            return num_seqs * -(-max_seq_len // self.split_tokens)
+        return 2 * self.num_chunks
+
+
+# Tokens that leave one partial where a row's bits must not depend on its neighbours.
+INVARIANT_SPLIT_TOKENS = 2048
 
 
 @lru_cache(maxsize=1024)
@@ -112,24 +123,32 @@ def choose_decode(
     block_size: int,
     itemsize_bytes: int,
     hardware: Hardware,
+    *,
+    queries: int = 1,
+    batch_invariant: bool = False,
 ) -> DecodeChoice:
-    """The choice for `num_seqs` sequences of `group` query heads a KV head.
+    """The choice for `num_seqs` sequences of at most `queries` query tokens, `group` query heads a KV head.
 
     Measured on an H200 for 16-bit types, head_dim 128: 64-token tiles, 4 warps, two programs an SM with two tiles of
     32 KiB in flight each; from 64 sequences on 32-token tiles, 2 warps, four programs (better balanced, more partials).
-    The grid is a whole number of resident programs an SM, rounded down: one program too many costs up to 25%.
-    Elsewhere tiles shrink until as many programs fit into shared memory.
+    The grid is a whole number of resident programs an SM, rounded down. Elsewhere tiles shrink until as many programs
+    fit into shared memory. With `batch_invariant` what shapes the arithmetic does not depend on `num_seqs`.
     """
     lanes = max(lanes_of(head_dim), lanes_of(v_head_dim))
     # 64 rows of a wide instruction of sm_100 would fill the registers.
-    rows = min(max(16, triton.next_power_of_2(group)), 32 if hardware.architecture in (100, 103) else 64)
+    most_rows = 32 if hardware.architecture in (100, 103) else 64
+    rows = min(max(16, triton.next_power_of_2(group * queries)), most_rows)
     max_registers = hardware.all_registers
     if itemsize_bytes == 4:  # no tensor cores: correct, not tuned
         tile, num_warps, num_stages, per_sm, rows = 16, 4, 1, 2, 16
+    elif lanes > 256:
+        tile, num_warps, num_stages, per_sm = 16, 8, 2, 1
+        rows = 16
     elif rows > 16:
         tile, num_warps, num_stages, per_sm = (32, 4, 3, 2) if lanes <= 128 else (16, 8, 3, 1)
     else:
-        tile, num_warps, num_stages, per_sm = (32, 2, 3, 4) if num_seqs >= 64 else (64, 4, 3, 2)
+        many = num_seqs >= 64 and not batch_invariant
+        tile, num_warps, num_stages, per_sm = (32, 2, 3, 4) if many else (64, 4, 3, 2)
         if hardware.shared_memory_bytes < 128 << 10 and tile == 64:
             tile = 32
         tile = min(max(16, tile * 128 // lanes), 128 if lanes >= 64 else 64)  # small heads: scores fill the registers
@@ -143,17 +162,28 @@ def choose_decode(
         per_sm //= 2
     if reads_scalar_ids(block_size):
         tile = min(tile, _MAX_SCALAR_IDS * block_size)
-    num_parts = -(-group // rows)
-    scan = min(max(16, triton.next_power_of_2(num_seqs)), _MAX_SCAN)  # 16, not less: 11.3 against 12.7 us (H200)
+    num_parts = -(-group * queries // rows)
+    num_chunks = max(1, hardware.num_sms * per_sm // (num_kv_heads * num_parts))
+    v_lanes = lanes_of(v_head_dim)
+    join_parts = max(2, min(16 if v_head_dim == v_lanes else 8, 2048 // v_lanes))
+    join_channels, join_warps = v_lanes, 1  # more warps would stay resident under the decode kernel
+    expected_parts = num_chunks // num_seqs + 1
+    if expected_parts > 16 and not batch_invariant:  # few sequences in many pieces: the join is a chain of reads
+        join_parts = min(triton.next_power_of_2(expected_parts), 256)
+        join_channels, join_warps = min(v_lanes, 32), max(1, join_parts // 32)
+    scan = min(max(16, triton.next_power_of_2(num_seqs)), _MAX_SCAN)
     return DecodeChoice(
         tile=tile,
         rows=rows,
         num_warps=num_warps,
         num_stages=num_stages,
-        num_chunks=max(1, hardware.num_sms * per_sm // (num_kv_heads * num_parts)),
+        num_chunks=num_chunks,
+        split_tokens=INVARIANT_SPLIT_TOKENS if batch_invariant else 0,
         scan=scan,
         one_scan=num_seqs <= scan,
-        join_parts=max(4, min(16 if v_head_dim == lanes_of(v_head_dim) else 8, 2048 // lanes_of(v_head_dim))),
+        join_parts=join_parts,
+        join_channels=join_channels,
+        join_warps=join_warps,
         use_pdl=hardware.has_pdl,
         max_registers=max_registers,
     )
@@ -209,6 +239,9 @@ def choose_prefill(
     if itemsize_bytes == 4:  # no tensor cores: correct, not tuned
         rows, tile, num_warps, num_stages = 16, 16, 4, 1
         max_registers = hardware.all_registers
+    elif lanes > 256:
+        rows, tile, num_warps, num_stages = 16, 16, 8, 2
+        max_registers = hardware.all_registers
     elif hardware.has_wide_mma:
         table = _PREFILL_WIDE if lanes <= 128 else _PREFILL_WIDE_256
         tile, num_warps, num_stages = table[rows]
@@ -237,6 +270,7 @@ def choose_prefill(
 
 __all__ = [
     "INTERPRETER",
+    "INVARIANT_SPLIT_TOKENS",
     "PREFILL_ROWS",
     "DecodeChoice",
     "Hardware",

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
 
-from triton_kv.attention import decode_launches, prefill_launches
-from triton_kv.choices import choose_decode, choose_prefill, hardware_of
+from triton_kv.attention import prefill_launches
+from triton_kv.choices import DecodeChoice, choose_prefill, hardware_of
+from triton_kv.decode import (
+    CHUNK_WORDS,
+    QUERY_STEPS,
+    Batch,
+    Workspace,
+    choice_of,
+    decode_launches,
+    decodes,
+    prepare_launch,
+)
 from triton_kv.launch import Launch
 from triton_kv.layer import operands_of
+from triton_kv.scoring import Scoring
 from triton_kv.spec import positive_int
 from triton_kv.writing import write_launch
 
@@ -19,15 +32,29 @@ if TYPE_CHECKING:
 
 
 def compile_kernels(
-    cache: KVCache, num_query_heads: int, *, max_seqs: int, max_tokens: int, return_lse: bool = False
+    cache: KVCache,
+    num_query_heads: int,
+    *,
+    max_seqs: int,
+    max_tokens: int,
+    return_lse: bool = False,
+    table_rows: bool = False,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: bool = False,
+    alibi: bool = False,
+    batch_invariant: bool = False,
+    plan: bool = False,
 ) -> int:
     """Compiles and loads the kernels that batches of up to `max_seqs` sequences and `max_tokens` tokens reach.
 
     Call it before capture and before the plan: a module that loads later takes device memory that the plan gave away.
-    Covers `write_kv` (rows of their own, and slices of one fused qkv tensor) and causal `paged_attention` with and
-    without `query_start_loc`, over 16-byte aligned tensors. The kernel behind `AttentionBuffers.fill` compiles at its
-    first fill (or `dummy`). Launches nothing and does not synchronise. Returns how many launches were compiled; on a
-    CPU there is nothing to do and it returns 0.
+    Covers `write_kv` (rows of their own, and slices of one fused qkv tensor; int32 and int64 slots) and causal
+    `paged_attention` with and without `query_start_loc`, over 16-byte aligned tensors in rows of whole heads. The
+    keywords say what the calls will have: a table with `table_rows`, a plan (`AttentionPlan.prepare` is then compiled
+    too), and `paged_attention`'s own. Layers that differ in them (alternating windows) need a call each. The kernel
+    behind `AttentionBuffers.fill` compiles at its first fill (or `dummy`). Launches nothing and does not synchronise.
+    Returns how many launches were compiled; on a CPU there is nothing to do and it returns 0.
 
     Raises `ValueError` for sizes below 1 or heads that are no multiple of the KV heads, and what an op raises on a
     cache that is closed or has no block.
@@ -40,10 +67,11 @@ def compile_kernels(
         )
     if cache.device.type != "cuda":
         return 0
+    calls = _Calls(operands, num_query_heads, return_lse, table_rows, window or 0, softcap, sinks, alibi)
     with torch.cuda.device(cache.device):
         launches = [
-            *_decodes(operands, num_query_heads, max_seqs, return_lse),
-            *_prefills(operands, num_query_heads, max_seqs, max_tokens, return_lse),
+            *calls.decodes(max_seqs, max_tokens, batch_invariant, plan),
+            *calls.prefills(max_seqs, max_tokens),
             *_writes(operands, num_query_heads, max_tokens),
         ]
         for launch in launches:
@@ -51,78 +79,121 @@ def compile_kernels(
     return len(launches)
 
 
-def _decodes(operands: LayerOperands, num_query_heads: int, max_seqs: int, return_lse: bool) -> list[Launch]:
-    group, hardware = num_query_heads // operands.num_kv_heads, hardware_of(operands.device)
-    representative: dict[object, int] = {}  # one batch size for each choice
-    for num_seqs in range(1, max_seqs + 1):
-        choice = choose_decode(
-            num_seqs,
-            operands.num_kv_heads,
-            group,
-            operands.head_dim,
-            operands.v_head_dim,
-            operands.block_size,
-            operands.dtype.itemsize,
-            hardware,
+@dataclass(frozen=True)
+class _Calls:
+    """What the attention calls of a model have in common, and their launches over meta tensors."""
+
+    operands: LayerOperands
+    num_query_heads: int
+    return_lse: bool
+    table_rows: bool
+    window: int
+    softcap: float
+    sinks: bool
+    alibi: bool
+
+    def decodes(self, max_seqs: int, max_tokens: int, batch_invariant: bool, plan: bool) -> list[Launch]:
+        operands, hardware = self.operands, hardware_of(self.operands.device)
+        launches: list[Launch] = []
+        steps = [step for step in QUERY_STEPS if step < 2 * max_tokens]
+        for queries in (1, *steps):
+            representative: dict[DecodeChoice, Batch] = {}  # one batch for each choice
+            for num_seqs in range(1, max_seqs + 1):
+                batch = self._batch(num_seqs, queries, has_starts=queries > 1)
+                if decodes(batch, self.num_query_heads // operands.num_kv_heads):
+                    choice = choice_of(batch, self.num_query_heads, operands, hardware, batch_invariant)
+                    representative[choice] = batch
+            for choice, batch in representative.items():
+                workspace = None
+                if plan:
+                    chunks = _meta(choice.num_chunks, CHUNK_WORDS.value, dtype=torch.int32)
+                    workspace = Workspace(_meta(1 << 20), chunks)
+                    launches.append(prepare_launch(operands, batch, self.window, choice, chunks))
+                q, out, lse = self._tokens(batch.num_seqs * queries)
+                launches += decode_launches(
+                    q,
+                    operands,
+                    batch,
+                    out,
+                    lse,
+                    self._scoring(),
+                    hardware=hardware,
+                    batch_invariant=batch_invariant,
+                    workspace=workspace,
+                )
+        return launches
+
+    def prefills(self, max_seqs: int, max_tokens: int) -> list[Launch]:
+        operands, hardware = self.operands, hardware_of(self.operands.device)
+        group = self.num_query_heads // operands.num_kv_heads
+        representative: dict[object, Batch] = {}
+        query_lens = {*range(1, min(max_tokens, 128) + 1), max_tokens}  # from 128 on every choice is the same
+        for num_seqs in {1, *(n for n in (255, 256, 1023, 1024) if n <= max_seqs), max_seqs}:
+            for query_len in query_lens:
+                choice = choose_prefill(
+                    num_seqs,
+                    query_len,
+                    group,
+                    operands.head_dim,
+                    operands.v_head_dim,
+                    operands.block_size,
+                    operands.dtype.itemsize,
+                    hardware,
+                )
+                representative[choice] = self._batch(num_seqs, query_len, has_starts=True)
+        launches: list[Launch] = []
+        q, out, lse = self._tokens(max_tokens)
+        for batch in representative.values():
+            launches += prefill_launches(q, operands, batch, out, lse, self._scoring(), hardware=hardware)
+        return launches
+
+    def _batch(self, num_seqs: int, queries: int, *, has_starts: bool) -> Batch:
+        def words(*shape: int) -> torch.Tensor:
+            return _meta(*shape, dtype=torch.int32)
+
+        return Batch(
+            words(num_seqs, 8),
+            words(num_seqs),
+            words(num_seqs + 1) if has_starts else None,
+            words(num_seqs) if self.table_rows else None,
+            queries,
         )
-        representative[choice] = num_seqs
-    launches: list[Launch] = []
-    for num_seqs in representative.values():
-        q, out, lse, block_table, seq_lens = _batch(operands, num_query_heads, num_seqs, num_seqs, return_lse)
-        scale = operands.head_dim**-0.5
-        launches += decode_launches(q, operands, block_table, seq_lens, None, out, lse, scale=scale, hardware=hardware)
-    return launches
 
+    def _tokens(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """q, out and lse."""
+        operands, heads = self.operands, self.num_query_heads
+        return (
+            _meta(num_tokens, heads, operands.head_dim, dtype=operands.dtype),
+            _meta(num_tokens, heads, operands.v_head_dim, dtype=operands.dtype),
+            _meta(num_tokens, heads) if self.return_lse else None,
+        )
 
-def _prefills(
-    operands: LayerOperands, num_query_heads: int, max_seqs: int, max_tokens: int, return_lse: bool
-) -> list[Launch]:
-    group, hardware = num_query_heads // operands.num_kv_heads, hardware_of(operands.device)
-    representative: dict[object, tuple[int, int]] = {}
-    query_lens = {*range(1, min(max_tokens, 128) + 1), max_tokens}  # from 128 on every choice is the same
-    for num_seqs in {1, *(n for n in (255, 256, 1023, 1024) if n <= max_seqs), max_seqs}:
-        for query_len in query_lens:
-            choice = choose_prefill(
-                num_seqs,
-                query_len,
-                group,
-                operands.head_dim,
-                operands.v_head_dim,
-                operands.block_size,
-                operands.dtype.itemsize,
-                hardware,
-            )
-            representative[choice] = (num_seqs, query_len)
-    launches: list[Launch] = []
-    for num_seqs, query_len in representative.values():
-        q, out, lse, block_table, seq_lens = _batch(operands, num_query_heads, max_tokens, num_seqs, return_lse)
-        launches += prefill_launches(
-            q,
-            operands,
-            block_table,
-            seq_lens,
-            torch.empty(num_seqs + 1, dtype=torch.int32, device="meta"),
-            None,
-            out,
-            lse,
-            scale=operands.head_dim**-0.5,
+    def _scoring(self) -> Scoring:
+        return Scoring(
+            scale=self.operands.head_dim**-0.5,
             causal=True,
-            max_query_len=query_len,
-            hardware=hardware,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=_meta(self.num_query_heads, dtype=self.operands.dtype) if self.sinks else None,
+            alibi_slopes=_meta(self.num_query_heads) if self.alibi else None,
         )
-    return launches
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def _writes(operands: LayerOperands, num_query_heads: int, max_tokens: int) -> list[Launch]:
     kv_heads = operands.num_kv_heads
     row = num_query_heads * operands.head_dim + kv_heads * (operands.head_dim + operands.v_head_dim)
     launches = []
-    for num_tokens in {1, max_tokens}:
-        slots = torch.empty(num_tokens, dtype=torch.int64, device="meta")
-        for k_row, v_row in (
-            (kv_heads * operands.head_dim, kv_heads * operands.v_head_dim),
-            (row, row),  # slices of a fused qkv tensor
-        ):
+    rows = (
+        (kv_heads * operands.head_dim, kv_heads * operands.v_head_dim),
+        (row, row),  # slices of a fused qkv tensor
+    )
+    for num_tokens, slot_dtype in product({1, max_tokens}, (torch.int32, torch.int64)):
+        slots = _meta(num_tokens, dtype=slot_dtype)
+        for k_row, v_row in rows:
             shape = (num_tokens, kv_heads)
             k = torch.empty_strided(
                 (*shape, operands.head_dim), (k_row, operands.head_dim, 1), dtype=operands.dtype, device="meta"
@@ -132,14 +203,3 @@ def _writes(operands: LayerOperands, num_query_heads: int, max_tokens: int) -> l
             )
             launches.append(write_launch(k, v, operands, slots))
     return launches
-
-
-def _batch(
-    operands: LayerOperands, num_query_heads: int, num_tokens: int, num_seqs: int, return_lse: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Meta tensors of one batch: q, out, lse, block table and lengths."""
-    q = torch.empty(num_tokens, num_query_heads, operands.head_dim, dtype=operands.dtype, device="meta")
-    out = torch.empty(num_tokens, num_query_heads, operands.v_head_dim, dtype=operands.dtype, device="meta")
-    lse = torch.empty(num_tokens, num_query_heads, device="meta") if return_lse else None
-    block_table = torch.empty(num_seqs, 8, dtype=torch.int32, device="meta")
-    return q, out, lse, block_table, torch.empty(num_seqs, dtype=torch.int32, device="meta")

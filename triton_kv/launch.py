@@ -42,13 +42,15 @@ class Launch:
     launch_pdl: bool = False  # may start before its predecessor on the stream ends (CUDA, compute capability 9.0 up)
     max_registers: int | None = None  # a thread (CUDA); where it is stated, ptxas spills less to fit in more programs
 
-    def run(self, device: torch.device | None = None) -> None:
-        """Launch on the current stream of `device` (None: of the current device). Does not synchronise."""
+    def run(self, device: torch.device | None = None) -> Any:
+        """Launch on the current stream of `device` (None: of the current device). Does not synchronise.
+
+        Returns Triton's compiled kernel, or None from the interpreter.
+        """
         if device is not None and device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
             with torch.cuda.device(device):
-                self.kernel[self.grid](**self.arguments, **self.options())
-        else:
-            self.kernel[self.grid](**self.arguments, **self.options())
+                return self.kernel[self.grid](**self.arguments, **self.options())
+        return self.kernel[self.grid](**self.arguments, **self.options())
 
     def compile(self, *, load: bool = True) -> Any:
         """Compile for the current device without launching, and return Triton's compiled kernel.

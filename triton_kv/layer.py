@@ -181,6 +181,8 @@ def operands_of(layer: LayerCache | tuple[torch.Tensor, torch.Tensor]) -> LayerO
         )
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(f"K and V must agree in all but head_dim, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if 0 in k.shape[1:] or v.shape[3] == 0:
+        raise ValueError(f"K and V need at least one token a block, head and channel, got {tuple(k.shape)}")
     if k.dtype != v.dtype or k.device != v.device:
         raise ValueError(
             f"K and V must agree in dtype and device, got {k.dtype} on {k.device}, {v.dtype} on {v.device}"

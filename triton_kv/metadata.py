@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from triton_kv.errors import CaptureError
+from triton_kv.errors import CaptureError, Unavailable
 from triton_kv.kernels.unpack import unpack_kernel
 from triton_kv.launch import Launch, interpreted
 from triton_kv.spec import positive_int
@@ -37,7 +37,7 @@ class AttentionMetadata:
     slot_mapping: int32 or int64 `[num_tokens]`; where each token's key and value go (block * block_size + position).
         Negative slots are padding.
     query_start_loc: int32 `[num_seqs + 1]`; sequence i has tokens `query_start_loc[i]` up to `query_start_loc[i + 1]`.
-        `None` when every sequence has one token.
+        The first is 0, none is smaller than the one before. `None` when every sequence has one token.
     table_rows: int32 `[num_seqs]`; the row of each sequence in a larger, persistent block table. `None` is row i.
     num_tokens, num_seqs, max_query_len: host ints, padding included; they choose grids.
 
@@ -56,6 +56,9 @@ class AttentionMetadata:
 
     def __post_init__(self) -> None:
         num_tokens, num_seqs, max_query_len = self.num_tokens, self.num_seqs, self.max_query_len
+        for name in ("num_tokens", "num_seqs", "max_query_len"):
+            if isinstance(getattr(self, name), (float, torch.Tensor)):
+                raise TypeError(f"{name} must be an int on the host, got {type(getattr(self, name)).__name__}")
         if num_tokens < 0 or num_seqs < 0:
             raise ValueError(f"num_tokens {num_tokens} and num_seqs {num_seqs} must not be negative")
         if not 1 <= max_query_len <= max(num_tokens, 1):
@@ -143,9 +146,16 @@ class AttentionBuffers:
         self.max_blocks_per_seq = positive_int("max_blocks_per_seq", max_blocks_per_seq)
         self.block_size = None if block_size is None else positive_int("block_size", block_size)
         device = torch.device(device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise Unavailable("AttentionBuffers on 'cuda', but torch finds no GPU here: pass device='cpu'")
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
+        with torch.inference_mode(False):  # else `fill` could not write them outside of inference mode
+            self._allocate()
+
+    def _allocate(self) -> None:
+        device = self.device
         int32 = partial(torch.zeros, dtype=torch.int32, device=device)
         self._block_table = int32((self.max_seqs, self.max_blocks_per_seq))
         self._seq_lens = int32(self.max_seqs)
@@ -302,6 +312,8 @@ class AttentionBuffers:
     ) -> int:
         """Write the used entries of all rows, and where each row starts and how long it is; the number of entries."""
         num_seqs = len(lens)
+        if not isinstance(tables, (Sequence, np.ndarray, torch.Tensor)):
+            raise TypeError(f"block_tables must be rows of block ids, one a sequence, not {type(tables).__name__}")
         if len(tables) != num_seqs:
             raise ValueError(
                 f"block_tables has {len(tables)} rows and seq_lens {num_seqs} entries; each sequence needs one"
@@ -323,10 +335,13 @@ class AttentionBuffers:
                 np.multiply(self._one_token_starts[:num_seqs], width, out=starts)
                 return num_seqs * width
             # A few long rows among short ones: the rectangle would be mostly padding.
-            rows: Sequence[Any] = [table[i, :count] for i, count in enumerate(counts.tolist())]
+            rows: Any = [table[i, :count] for i, count in enumerate(counts.tolist())]
         else:
             rows = tables
-            counts[:] = np.fromiter(map(len, rows), np.int64, num_seqs)
+            try:
+                counts[:] = np.fromiter(map(len, rows), np.int64, num_seqs)
+            except TypeError:
+                raise TypeError("block_tables must hold a row of block ids for each sequence, not single ids") from None
             self._check_width(int(counts.max()))
             if needed is not None and (counts < needed).any():
                 self._raise_short_row(lens, counts, needed)
@@ -464,7 +479,10 @@ def _integers(name: str, values: Any, rank: int = 1) -> npt.NDArray[np.integer[A
         if found.size == 0:
             return found.astype(np.int32)
         raise TypeError(f"{name} must hold integers, got {found.dtype}")
-    return found.astype(np.int64) if found.dtype.kind == "u" else found  # so that differences have a sign
+    if found.dtype == np.uint64 and found.size and int(found.max()) >= 2**63:
+        raise ValueError(f"{name} must fit into int64, got {int(found.max())}")
+    # So that differences have a sign, and no product overflows a byte.
+    return found if found.dtype in (np.int32, np.int64) else found.astype(np.int64)
 
 
 def _int32(name: str, found: npt.NDArray[Any]) -> npt.NDArray[Any]:

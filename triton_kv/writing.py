@@ -11,6 +11,7 @@ import torch
 
 from triton_kv.kernels.write import write_kernel
 from triton_kv.launch import Launch, eager, interpreted, register
+from triton_kv.launch_cache import LaunchCache, described
 from triton_kv.layer import WRITTEN_OPERANDS_SCHEMA, LayerCache, LayerOperands, operands_of
 
 _SLOT_WRITTEN = 2  # the control block's kind of a slot at or past the bound
@@ -37,13 +38,43 @@ def write_kv(
     first dimension) is dropped, and counted in the control block of a cache. Where two tokens name one slot, either may
     win. Runs on the current stream and does not synchronise; a captured call stays right when the cache grows.
 
+    It has no gradient. Under `torch.compile` use the default backend, and read the cache through ops of this package
+    alone: a backend that cannot write in place (`aot_eager`), or a graph that reads a layer's views before and after
+    the write, copies the layer, and so touches addresses that nothing backs.
+
     Raises `ValueError` or `TypeError` for shapes, dtypes, or devices that do not fit, `Closed`, and `NothingCommitted`.
     The scatter follows vLLM's reshape_and_cache, bounds and error counting aside.
     """
     operands = operands_of(layer)
+    if isinstance(k, torch.Tensor) and k.is_cuda and eager(k, v, slot_mapping, operands.k_cache):
+        _write_known(k, v, operands, slot_mapping)
+        return
     _check(k, v, operands, slot_mapping)
     write = _write if eager(k, v, slot_mapping, operands.k_cache) else _OP
     write(k, v, slot_mapping, *operands)
+
+
+_CALLS = LaunchCache(("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr", "slot_mapping_ptr", "control_ptr"))
+
+
+def _write_known(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot_mapping: torch.Tensor) -> None:
+    """An eager call on a GPU: what launches of one geometry have in common is made once."""
+    key = (
+        *(described(tensor) for tensor in (k, v, slot_mapping, operands.v_cache)),
+        operands.k_cache.data_ptr() % 16,
+        operands.v_offset,
+        operands.control is None,
+        operands.dtype,
+        operands.device,
+        operands[4:],
+    )
+    if not _CALLS.knows(key):
+        _check(k, v, operands, slot_mapping)
+    if k.shape[0] == 0:
+        return
+    v_cache = operands.k_cache if operands.v_cache is None else operands.v_cache
+    tensors = (k, v, operands.k_cache, v_cache, slot_mapping, operands.control)
+    _CALLS.run(key, k.device, tensors, lambda: (write_launch(k, v, operands, slot_mapping),))
 
 
 def write_kv_reference(
@@ -133,6 +164,9 @@ def write_launch(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot
 
 def _check(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot_mapping: torch.Tensor) -> None:
     heads = operands.num_kv_heads
+    for name, tensor in (("k", k), ("v", v), ("slot_mapping", slot_mapping)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
     for name, tensor, dim in (("k", k, operands.head_dim), ("v", v, operands.v_head_dim)):
         if tensor.dim() != 3:
             raise ValueError(f"{name} must be 3-D [num_tokens, num_kv_heads, head_dim], got {tuple(tensor.shape)}")
@@ -148,7 +182,9 @@ def _check(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot_mappi
         if tensor.device != operands.device:
             raise ValueError(f"{name} is on {tensor.device}, but the cache is on {operands.device}")
         if tensor.stride(2) != 1 and dim > 1:
-            raise ValueError(f"{name}'s channels must be contiguous, got strides {tensor.stride()}")
+            raise ValueError(
+                f"{name}'s channels must be contiguous, got strides {tensor.stride()}: call .contiguous() on it"
+            )
     if slot_mapping.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"slot_mapping must be int32 or int64, got {slot_mapping.dtype}")
     if slot_mapping.dim() != 1:
@@ -174,6 +210,7 @@ def _write(k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, *layer:
         write_launch(k, v, operands, slot_mapping).run(k.device)
 
 
+@torch.no_grad()
 def _scatter(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot_mapping: torch.Tensor) -> None:
     control = operands.control
     bound = operands.num_blocks if control is None else int(control[0])
@@ -186,7 +223,8 @@ def _scatter(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot_map
             control[1] += rows.numel()
             if int(control[2]) == 0:
                 row = int(rows[0])
-                control[2:5] = torch.tensor([_SLOT_WRITTEN, row, min(int(slots[row]), _INT32_MAX)], dtype=torch.int32)
+                first = [_SLOT_WRITTEN, row, min(int(slots[row]), _INT32_MAX)]
+                control[2:5] = torch.tensor(first, dtype=torch.int32, device=control.device)
         slots, k, v = slots[kept], k[kept], v[kept]
     block, position = slots // operands.block_size, slots % operands.block_size
     k_view, v_view = operands.views()

@@ -10,12 +10,14 @@ from tests.attention_cases import BF16, DECODE_CASES, VARLEN_CASES, assert_atten
 from triton_kv import attention
 from triton_kv.attention import paged_attention, paged_attention_reference
 from triton_kv.cache import KVCache
+from triton_kv.decode import Batch
 from triton_kv.errors import Closed, NothingCommitted
 from triton_kv.kernels.decode import decode_kernel
 from triton_kv.launch import interpreted
 from triton_kv.layer import operands_of
 from triton_kv.memory import HostMemory
 from triton_kv.metadata import AttentionBuffers
+from triton_kv.scoring import Scoring
 from triton_kv.spec import AttentionSpec
 
 OTHER_DTYPES = (
@@ -37,9 +39,7 @@ def test_the_reference_equals_the_naive_loop(case):
     tensors = make_tensors(case)
     attend = paged_attention_reference if case.dtype == torch.float64 else paged_attention
     out = tensors.out()
-    returned, lse = attend(
-        tensors.q, tensors.layer, tensors.metadata, out=out, causal=case.causal, scale=case.scale, return_lse=True
-    )
+    returned, lse = attend(tensors.q, tensors.layer, tensors.metadata, out=out, return_lse=True, **tensors.arguments)
     assert returned is out
     assert lse.dtype == torch.float32
     if case.dtype == torch.float64:
@@ -97,7 +97,8 @@ def test_blocks_in_reach_of_a_smaller_watermark_are_left_out():
     assert tensors.layer.control[1] == 4  # 40 and 7 tokens in blocks of 16
 
 
-OP_CASES = [NAMED[name] for name in ("skew", "mixed", "pair_padded", "over_watermark", "table_rows", "v_dim_differs")]
+OP_CASES = [NAMED[name] for name in ("skew", "mixed", "pair_padded", "over_watermark", "table_rows", "everything")]
+PER_HEAD = ("sinks", "alibi_slopes")
 
 
 @pytest.mark.parametrize("case", OP_CASES, ids=str)
@@ -113,15 +114,13 @@ def test_opcheck(case, has_lse):
         attention._OP,
         (
             tensors.q,
-            metadata.block_table,
-            metadata.seq_lens,
-            metadata.query_start_loc,
-            metadata.table_rows,
+            *Batch.of(metadata),
             torch.zeros(*tensors.q.shape[:2], case.v_head_dim),
             lse,
-            0.5,
-            True,
-            metadata.max_query_len,
+            None,
+            None,
+            False,
+            *Scoring(0.5, True, case.window or 0, case.softcap, *(tensors.arguments[name] for name in PER_HEAD)),
             *operands,
         ),
     )
@@ -150,22 +149,23 @@ def test_a_call_goes_past_the_dispatcher_unless_a_mode_is_active(monkeypatch):
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"plan": object()},
-        {"window": 128},
-        {"softcap": 50.0},
-        {"sinks": torch.zeros(4)},
-        {"alibi_slopes": torch.zeros(4)},
-        {"batch_invariant": True},
-    ],
-    ids=lambda asked: next(iter(asked)),
-)
+HEADS = torch.zeros(4)
+BAD_SCORING = {
+    "window_0": ({"window": 0}, ValueError, "window must be at least 1 .*None sees everything"),
+    "window_float": ({"window": 2.5}, TypeError, "window must be an int or None, got 2.5"),
+    "softcap": ({"softcap": -1.0}, ValueError, "softcap must be positive, or 0 for none, got -1.0"),
+    "sinks_shape": ({"sinks": torch.zeros(3)}, ValueError, r"sinks must be \[num_query_heads\] = \[4\], got \[3\]"),
+    "sinks_dtype": ({"sinks": HEADS.int()}, TypeError, "sinks must be floating point, got torch.int32"),
+    "slopes_stride": ({"alibi_slopes": torch.zeros(8)[::2]}, ValueError, "alibi_slopes must be contiguous, got stride"),
+    "slopes_device": ({"alibi_slopes": HEADS.to("meta")}, ValueError, "alibi_slopes is on meta, but q is on cpu"),
+}
+
+
+@pytest.mark.parametrize(("asked", "kind", "match"), BAD_SCORING.values(), ids=BAD_SCORING)
 @pytest.mark.parametrize("attend", [paged_attention, paged_attention_reference], ids=["op", "reference"])
-def test_not_yet(attend, asked):
+def test_bad_scoring(attend, asked, kind, match):
     tensors = make_tensors(NAMED["one"])
-    with pytest.raises(NotImplementedError, match=f"{next(iter(asked))} is not supported yet"):
+    with pytest.raises(kind, match=match):
         attend(tensors.q, tensors.layer, tensors.metadata, **asked)
 
 
@@ -201,9 +201,9 @@ BAD_INPUT = {
         "q must be float16, bfloat16 or float32, got torch.float64",
     ),
     "wide_heads": (
-        {"q": torch.zeros(3, 4, 264), "layer": pair(5, 16, 2, 264)},
+        {"q": torch.zeros(3, 4, 520), "layer": pair(5, 16, 2, 520)},
         ValueError,
-        "head_dim 264 and v_head_dim 264 may be at most 256",
+        "head_dim 520 and v_head_dim 520 may be at most 512",
     ),
     "no_pair": (
         {"layer": torch.zeros(5, 16, 2, 32)},

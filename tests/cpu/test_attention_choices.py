@@ -7,11 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.attention_cases import NUM_SEQS, QUERY_LENS, SHAPES, shape_launches, shape_operands
-from triton_kv.attention import decode_launches, prefill_launches
+from tests.attention_cases import NUM_SEQS, PLAIN_SCORING, QUERY_LENS, SHAPES, shape_launches, shape_operands
+from triton_kv.attention import prefill_launches
 from triton_kv.choices import DecodeChoice, Hardware, PrefillChoice, choose_decode, choose_prefill, hardware_of
+from triton_kv.decode import Batch, decode_launches, partial_elements
+from triton_kv.scoring import Scoring
 
 H200 = Hardware(num_sms=132, architecture=90)
+PLAIN = Scoring(**PLAIN_SCORING)
 HARDWARE = {
     "sm_80": Hardware(108, 80),
     "sm_89": Hardware(142, 89),
@@ -96,7 +99,8 @@ def test_nothing_that_growth_changes_is_in_a_launch():
         lens = torch.empty(8, dtype=torch.int32, **meta)
         found = []
         for operands in (few, many):
-            decode, join = decode_launches(q, operands, table, lens, None, q, None, scale=1.0, hardware=H200)
+            batch = Batch(table, lens, None, None, 1)
+            decode, join = decode_launches(q, operands, batch, q, None, PLAIN, hardware=H200)
             found.append(
                 (decode.grid, join.grid, decode.arguments["NUM_CHUNKS"], decode.arguments["partials_ptr"].shape)
             )
@@ -105,8 +109,15 @@ def test_nothing_that_growth_changes_is_in_a_launch():
 
 
 def test_the_workspace_does_not_depend_on_the_batch():
-    sizes = {choose_decode(n, 8, 4, 128, 128, 16, 2, H200).workspace_elements(32, 128) for n in range(1, 64)}
-    assert sizes == {2 * 33 * 32 * 129}
+    choices = [choose_decode(n, 8, 4, 128, 128, 16, 2, H200) for n in range(1, 64)]
+    sizes = {partial_elements(choice, n, 9000, 32, 1, 128) for n, choice in enumerate(choices, 1)}
+    assert sizes == {2 * 33 * 32 * 132}
+
+
+def test_batch_invariance_shapes_the_arithmetic_by_the_geometry_alone():
+    choices = [choose_decode(n, 8, 4, 128, 128, 16, 2, H200, batch_invariant=True) for n in (1, 63, 64, 256, 5000)]
+    assert len({(choice.tile, choice.rows, choice.num_warps, choice.split_tokens) for choice in choices}) == 1
+    assert partial_elements(choices[0], 3, 4097, 32, 1, 128) == 3 * 3 * 32 * 132
 
 
 @settings(max_examples=300, deadline=None)
@@ -130,15 +141,10 @@ def test_prefill_tiles_cover_every_row_once(query_lens, padding, group):
     (launch,) = prefill_launches(
         q,
         shape_operands(shape),
-        table,
-        lens,
-        torch.empty(num_seqs + 1, dtype=torch.int32, **meta),
-        None,
+        Batch(table, lens, torch.empty(num_seqs + 1, dtype=torch.int32, **meta), None, max(1, *query_lens)),
         q,
         None,
-        scale=1.0,
-        causal=True,
-        max_query_len=max(1, *query_lens),
+        PLAIN,
         hardware=H200,
     )
     rows = launch.arguments["ROWS"]
@@ -162,6 +168,7 @@ def test_prefill_rows_follow_the_longest_query(hardware):
 
 def test_choices_say_what_is_wrong():
     fields = {"rows": 16, "num_warps": 4, "num_stages": 3, "num_chunks": 1, "scan": 16, "one_scan": True}
+    fields |= {"join_warps": 1, "join_channels": 128, "split_tokens": 0}
     with pytest.raises(ValueError, match="tile must be a power of two, got 48"):
         DecodeChoice(tile=48, join_parts=16, use_pdl=False, **fields)
     with pytest.raises(ValueError, match="tile 8 and rows 16 must be at least 16"):

@@ -17,6 +17,7 @@ from tests.metadata_cases import (
     make_buffers,
     make_large_buffers,
 )
+from triton_kv.errors import Unavailable
 from triton_kv.metadata import AttentionBuffers, AttentionMetadata
 
 STEP = pytest.mark.parametrize(
@@ -352,3 +353,47 @@ BAD_SIZES = [
 def test_bad_metadata(field, value, message, error):
     with pytest.raises(error, match=message):
         AttentionMetadata(**{**good_metadata(), field: value})
+
+
+@pytest.mark.parametrize(
+    ("tables", "lens", "slots", "error", "match"),
+    [
+        pytest.param(None, [1], [0], TypeError, "block_tables must be rows of block ids, one a sequence", id="none"),
+        pytest.param([1], [1], [0], TypeError, "a row of block ids for each sequence, not single ids", id="ids"),
+        pytest.param([[1]], [1], np.array([2**63], dtype=np.uint64), ValueError, "must fit into int64", id="uint64"),
+    ],
+)
+def test_fill_says_what_is_wrong_with_its_arguments(tables, lens, slots, error, match):
+    buffers = AttentionBuffers(8, 4, 4, "cpu", block_size=16)
+    with pytest.raises(error, match=match):
+        buffers.fill(tables, lens, slots)
+
+
+def test_lengths_of_one_byte_are_lengths():
+    buffers = AttentionBuffers(8, 4, 4, "cpu", block_size=257)
+    metadata = buffers.fill([[3]], np.array([100], dtype=np.int8), [0])
+    assert (int(metadata.seq_lens[0]), int(metadata.block_table[0, 0])) == (100, 3)
+
+
+def test_buffers_made_in_inference_mode_are_filled_outside():
+    with torch.inference_mode():
+        buffers = AttentionBuffers(8, 4, 4, "cpu")
+    assert int(buffers.fill([[3]], [5], [7]).slot_mapping[0]) == 7
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu():
+    with pytest.raises(Unavailable, match="torch finds no GPU here: pass device='cpu'"):
+        AttentionBuffers(8, 4, 4, "cuda")
+
+
+def test_counts_are_ints():
+    with pytest.raises(TypeError, match="num_tokens must be an int on the host, got float"):
+        AttentionMetadata(
+            block_table=torch.zeros(2, 1, dtype=torch.int32),
+            seq_lens=torch.ones(2, dtype=torch.int32),
+            slot_mapping=torch.zeros(2, dtype=torch.int64),
+            num_tokens=2.0,
+            num_seqs=2,
+            max_query_len=1,
+        )

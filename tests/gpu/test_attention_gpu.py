@@ -62,16 +62,8 @@ LARGE_CASES = (
 
 def attend(tensors, function=paged_attention, out=None):
     """(out, lse) of a case."""
-    case = tensors.case
-    return function(
-        tensors.q,
-        tensors.layer,
-        tensors.metadata,
-        out=tensors.out() if out is None else out,
-        causal=case.causal,
-        scale=case.scale,
-        return_lse=True,
-    )
+    out = tensors.out() if out is None else out
+    return function(tensors.q, tensors.layer, tensors.metadata, out=out, return_lse=True, **tensors.arguments)
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

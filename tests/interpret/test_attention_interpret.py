@@ -27,7 +27,7 @@ def test_kernels_equal_the_naive_loop(case, monkeypatch):
     tensors = make_tensors(case)
     out = tensors.out()
     returned, lse = paged_attention(
-        tensors.q, tensors.layer, tensors.metadata, out=out, causal=case.causal, scale=case.scale, return_lse=True
+        tensors.q, tensors.layer, tensors.metadata, out=out, return_lse=True, **tensors.arguments
     )
     assert returned is out
     assert_attention(tensors, out, lse)

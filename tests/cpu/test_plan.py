@@ -1,0 +1,90 @@
+"""AttentionPlan on the CPU: its size, what it refuses, and that the reference goes through it."""
+
+import pytest
+import torch
+
+from tests.attention_cases import decode, make_tensors, varlen
+from triton_kv.attention import paged_attention
+from triton_kv.plan import AttentionPlan
+
+TENSORS = make_tensors(decode("three", 5, 6, 7))
+HEADS = TENSORS.case.num_query_heads
+
+
+def make_plan(**fields) -> AttentionPlan:
+    return AttentionPlan(TENSORS.layer, HEADS, **{"max_seqs": 8, "max_query_len": 4, **fields})
+
+
+def test_the_reference_goes_through_a_plan():
+    plan = make_plan()
+    plan.prepare(TENSORS.metadata)
+    out = paged_attention(TENSORS.q, TENSORS.layer, TENSORS.metadata, plan=plan)
+    assert torch.equal(out, paged_attention(TENSORS.q, TENSORS.layer, TENSORS.metadata))
+    assert plan.num_bytes == 0  # nothing to keep where no kernel runs
+    assert repr(plan).startswith("AttentionPlan(max_seqs=8, max_query_len=4, num_query_heads=4, window=None")
+
+
+def test_a_plan_must_be_prepared_for_the_batch():
+    plan = make_plan()
+    with pytest.raises(ValueError, match=r"prepared for .* None, but the metadata has \(3, 1\): call plan.prepare"):
+        paged_attention(TENSORS.q, TENSORS.layer, TENSORS.metadata, plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("fields", "case", "match"),
+    [
+        pytest.param({"max_seqs": 2}, decode("3", 5, 6, 7), "of 3 sequences, but the plan was made for 2", id="seqs"),
+        pytest.param(
+            {"max_query_len": 2}, varlen("3", (3, 9)), "3 query tokens a sequence, but the plan .* for 2", id="queries"
+        ),
+        pytest.param(
+            {"batch_invariant": True, "max_blocks_per_seq": 1},
+            decode("long", 70),
+            "a block table of 6 entries a row, but the plan was made for 1",
+            id="table",
+        ),
+    ],
+)
+def test_steps_that_are_too_large(fields, case, match):
+    with pytest.raises(ValueError, match=match):
+        make_plan(**fields).prepare(make_tensors(case).metadata)
+
+
+@pytest.mark.parametrize(
+    ("planned", "asked", "match"),
+    [
+        pytest.param({}, {"window": 9}, "window is 9, but the plan was made for 0", id="window"),
+        pytest.param({}, {"batch_invariant": True}, "batch_invariant is True, but the plan", id="invariant"),
+    ],
+)
+def test_calls_that_do_not_fit_the_plan(planned, asked, match):
+    plan = make_plan(**planned)
+    plan.prepare(TENSORS.metadata)
+    with pytest.raises(ValueError, match=match):
+        paged_attention(TENSORS.q, TENSORS.layer, TENSORS.metadata, plan=plan, **asked)
+
+
+def test_another_geometry_needs_another_plan():
+    plan = make_plan()
+    other = make_tensors(decode("other", 5, 6, 7, head_dim=16, v_head_dim=16))
+    plan.prepare(other.metadata)
+    with pytest.raises(ValueError, match=r"the layer's geometry is .* make another one"):
+        paged_attention(other.q, other.layer, other.metadata, plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "match"),
+    [
+        pytest.param({"max_seqs": 0}, ValueError, "max_seqs must be at least 1", id="seqs"),
+        pytest.param({"batch_invariant": True}, ValueError, "pass max_blocks_per_seq", id="invariant"),
+        pytest.param({"window": 0}, ValueError, "window must be at least 1", id="window"),
+    ],
+)
+def test_bad_plans(fields, error, match):
+    with pytest.raises(error, match=match):
+        make_plan(**fields)
+
+
+def test_heads_must_divide():
+    with pytest.raises(ValueError, match="num_query_heads 5 must be a multiple of the layer's 2 KV heads"):
+        AttentionPlan(TENSORS.layer, 5, max_seqs=1)

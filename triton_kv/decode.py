@@ -1,0 +1,306 @@
+"""Launches of decode attention: a few query tokens a sequence, two kernels, nothing planned on the host."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from triton_kv.choices import DecodeChoice, Hardware, choose_decode, lanes_of, reads_scalar_ids
+from triton_kv.kernels.decode import CHUNK_WORDS, PARTIAL_TAIL, decode_kernel, join_kernel, prepare_kernel
+from triton_kv.launch import Launch
+
+if TYPE_CHECKING:
+    from triton_kv.layer import LayerOperands
+    from triton_kv.metadata import AttentionMetadata
+    from triton_kv.scoring import Scoring
+
+QUERY_STEPS = (2, 4, 8, 16)  # query tokens a sequence with `query_start_loc`, at most
+MAX_DECODE_ROWS = 64  # query tokens times query heads a KV head: beyond, prefill's wide tiles are faster
+_PREPARED_ENTRIES = 1024  # table entries that prepare_kernel checks at a time
+
+
+class Batch(NamedTuple):
+    """What metadata says of one step, as ops take it."""
+
+    block_table: torch.Tensor  # int32 [rows, width]
+    seq_lens: torch.Tensor  # int32 [num_seqs]
+    query_start_loc: torch.Tensor | None  # int32 [num_seqs + 1]
+    table_rows: torch.Tensor | None  # int32 [num_seqs]
+    max_query_len: int
+
+    @classmethod
+    def of(cls, metadata: AttentionMetadata) -> Batch:
+        return cls(
+            metadata.block_table,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            metadata.table_rows,
+            metadata.max_query_len,
+        )
+
+    @property
+    def num_seqs(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def queries(self) -> int:
+        """Query tokens of a sequence that decode kernels make room for: few values, each a kernel of its own."""
+        if self.query_start_loc is None:
+            return 1
+        return next((number for number in QUERY_STEPS if self.max_query_len <= number), self.max_query_len)
+
+
+class Workspace(NamedTuple):
+    """Device memory of decode attention between its two launches."""
+
+    partials: torch.Tensor  # f32 [elements]
+    chunks: torch.Tensor | None  # int32 [num_chunks, CHUNK_WORDS], filled by prepare_kernel once a step
+
+
+def decodes(batch: Batch, group: int) -> bool:
+    """Whether a batch goes to the decode kernels: one query token a sequence, or a few that share its reads."""
+    if batch.query_start_loc is None:
+        return True
+    return batch.queries <= QUERY_STEPS[-1] and batch.queries * group <= MAX_DECODE_ROWS
+
+
+def choice_of(
+    batch: Batch,
+    num_query_heads: int,
+    operands: LayerOperands,
+    hardware: Hardware,
+    batch_invariant: bool,
+) -> DecodeChoice:
+    """The launch choice for a batch over a layer."""
+    return choose_decode(
+        batch.num_seqs,
+        operands.num_kv_heads,
+        num_query_heads // operands.num_kv_heads,
+        operands.head_dim,
+        operands.v_head_dim,
+        operands.block_size,
+        operands.dtype.itemsize,
+        hardware,
+        queries=batch.queries,
+        batch_invariant=batch_invariant,
+    )
+
+
+def partial_elements(
+    choice: DecodeChoice, num_seqs: int, max_seq_len: int, num_query_heads: int, queries: int, v_head_dim: int
+) -> int:
+    """f32 elements of the partials. Without splits independent of the batch and its lengths."""
+    return choice.num_slots(num_seqs, max_seq_len) * num_query_heads * queries * (v_head_dim + PARTIAL_TAIL.value)
+
+
+def make_workspace(
+    batch: Batch,
+    num_query_heads: int,
+    operands: LayerOperands,
+    choice: DecodeChoice,
+    device: torch.device | None = None,
+) -> Workspace:
+    """A workspace for one call, on the layer's device unless another is named."""
+    max_seq_len = batch.block_table.shape[1] * operands.block_size
+    elements = partial_elements(
+        choice, batch.num_seqs, max_seq_len, num_query_heads, batch.queries, operands.v_head_dim
+    )
+    return Workspace(torch.empty(elements, dtype=torch.float32, device=device or operands.device), None)
+
+
+def decode_launches(
+    q: torch.Tensor,
+    operands: LayerOperands,
+    batch: Batch,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    scoring: Scoring,
+    *,
+    hardware: Hardware,
+    batch_invariant: bool = False,
+    workspace: Workspace | None = None,
+    choice: DecodeChoice | None = None,
+) -> tuple[Launch, Launch]:
+    """The two launches of attention with at most `batch.queries` query tokens a sequence (at least one sequence).
+
+    Looks at shapes, strides and dtypes only, so meta tensors will do; without a workspace allocates one on q's device.
+    `choice` forces what `choose_decode` would return.
+    """
+    num_tokens, num_query_heads, head_dim = q.shape
+    num_kv_heads, v_head_dim = operands.num_kv_heads, operands.v_head_dim
+    group, queries = num_query_heads // num_kv_heads, batch.queries
+    if choice is None:
+        choice = choice_of(batch, num_query_heads, operands, hardware, batch_invariant)
+    if workspace is None:
+        workspace = make_workspace(batch, num_query_heads, operands, choice, q.device)
+    num_parts = -(-group * queries // choice.rows)
+    out_stride_token, out_divisor = stride_token(out), row_divisor(out)
+    decode = Launch(
+        kernel=decode_kernel,
+        grid=(choice.num_chunks * num_kv_heads * num_parts,),
+        arguments={
+            "q_ptr": q,
+            "k_cache_ptr": operands.k_cache,
+            "v_cache_ptr": operands.k_cache if operands.v_cache is None else operands.v_cache,
+            "block_table_ptr": batch.block_table,
+            "seq_lens_ptr": batch.seq_lens,
+            "query_start_loc_ptr": batch.query_start_loc,
+            "table_rows_ptr": batch.table_rows,
+            "sinks_ptr": scoring.sinks,
+            "alibi_slopes_ptr": scoring.alibi_slopes,
+            "control_ptr": operands.control,
+            "chunks_ptr": workspace.chunks,
+            "out_ptr": out,
+            "lse_ptr": lse,
+            "partials_ptr": workspace.partials,
+            "v_offset": operands.v_offset,
+            "num_seqs": batch.num_seqs,
+            "table_width": batch.block_table.shape[1],
+            "num_blocks": operands.num_blocks,
+            "table_stride_row": batch.block_table.stride(0),
+            "q_stride_token": stride_token(q),
+            "out_stride_token": out_stride_token,
+            "scale_log2": scoring.scale_log2,
+            "GROUP": group,
+            **cache_geometry(operands),
+            "Q_STRIDE_HEAD": q.stride(1),
+            "Q_DIVISOR": row_divisor(q),
+            "OUT_STRIDE_HEAD": out.stride(1),
+            "OUT_DIVISOR": out_divisor,
+            "IS_CAUSAL": scoring.causal,
+            "WINDOW": scoring.window,
+            "SOFTCAP_LOG2": scoring.softcap_log2,
+            "QUERIES": queries,
+            "ROWS": choice.rows,
+            "TILE": choice.tile,
+            "K_LANES": lanes_of(head_dim),
+            "V_LANES": lanes_of(v_head_dim),
+            "NUM_CHUNKS": choice.num_chunks,
+            "SPLIT": choice.split_tokens,
+            "SCAN": choice.scan,
+            "ONE_SCAN": choice.one_scan,
+            "SCALAR_IDS": reads_scalar_ids(operands.block_size),
+            "STAGES": choice.num_stages,
+            "USE_PDL": choice.use_pdl,
+        },
+        num_warps=choice.num_warps,
+        num_stages=choice.num_stages,
+        launch_pdl=choice.use_pdl,
+        max_registers=choice.max_registers,
+    )
+    places = batch.num_seqs if choice.split_tokens else choice.num_chunks
+    join = Launch(
+        kernel=join_kernel,
+        grid=(places * num_query_heads * queries * (lanes_of(v_head_dim) // choice.join_channels),),
+        arguments={
+            "seq_lens_ptr": batch.seq_lens,
+            "query_start_loc_ptr": batch.query_start_loc,
+            "sinks_ptr": scoring.sinks,
+            "chunks_ptr": workspace.chunks,
+            "out_ptr": out,
+            "lse_ptr": lse,
+            "partials_ptr": workspace.partials,
+            "num_tokens": num_tokens,
+            "num_seqs": batch.num_seqs,
+            "out_stride_token": out_stride_token,
+            "GROUP": group,
+            "NUM_KV_HEADS": num_kv_heads,
+            "V_HEAD_DIM": v_head_dim,
+            "OUT_STRIDE_HEAD": out.stride(1),
+            "OUT_DIVISOR": out_divisor,
+            "WINDOW": scoring.window,
+            "QUERIES": queries,
+            "TILE": choice.tile,
+            "V_LANES": lanes_of(v_head_dim),
+            "NUM_CHUNKS": choice.num_chunks,
+            "SPLIT": choice.split_tokens,
+            "SCAN": choice.scan,
+            "ONE_SCAN": choice.one_scan,
+            "PARTS": choice.join_parts,
+            "CHANNELS": choice.join_channels,
+            "USE_PDL": choice.use_pdl,
+        },
+        num_warps=choice.join_warps,
+        num_stages=1,
+        launch_pdl=choice.use_pdl,
+    )
+    return decode, join
+
+
+def prepare_launch(
+    operands: LayerOperands, batch: Batch, window: int, choice: DecodeChoice, chunks: torch.Tensor
+) -> Launch:
+    """The launch that finds every chunk's place once a step, and counts table entries outside the bound."""
+    return Launch(
+        kernel=prepare_kernel,
+        grid=(choice.num_chunks + batch.num_seqs,),
+        arguments={
+            "block_table_ptr": batch.block_table,
+            "seq_lens_ptr": batch.seq_lens,
+            "query_start_loc_ptr": batch.query_start_loc,
+            "table_rows_ptr": batch.table_rows,
+            "control_ptr": operands.control,
+            "chunks_ptr": chunks,
+            "num_seqs": batch.num_seqs,
+            "table_width": batch.block_table.shape[1],
+            "num_blocks": operands.num_blocks,
+            "table_stride_row": batch.block_table.stride(0),
+            "BLOCK_SIZE": operands.block_size,
+            "WINDOW": window,
+            "QUERIES": batch.queries,
+            "NUM_CHUNKS": choice.num_chunks,
+            "UNIT": choice.split_tokens or choice.tile,
+            "SCAN": choice.scan,
+            "ONE_SCAN": choice.one_scan,
+            "ENTRIES": _PREPARED_ENTRIES,
+        },
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+def cache_geometry(operands: LayerOperands) -> dict[str, int]:
+    """The constexprs that a cache never changes."""
+    return {
+        "NUM_KV_HEADS": operands.num_kv_heads,
+        "HEAD_DIM": operands.head_dim,
+        "V_HEAD_DIM": operands.v_head_dim,
+        "BLOCK_SIZE": operands.block_size,
+        "K_STRIDE_BLOCK": operands.k_strides[0],
+        "K_STRIDE_TOKEN": operands.k_strides[1],
+        "K_STRIDE_HEAD": operands.k_strides[2],
+        "V_STRIDE_BLOCK": operands.v_strides[0],
+        "V_STRIDE_TOKEN": operands.v_strides[1],
+        "V_STRIDE_HEAD": operands.v_strides[2],
+        "V_DIVISOR": math.gcd(operands.v_offset, operands.v_strides[2], 16 // operands.dtype.itemsize),
+    }
+
+
+def stride_token(tensor: torch.Tensor) -> int:
+    """A single token's stride is never used and may be anything: no variant of the kernel for it."""
+    return tensor.stride(0) if tensor.shape[0] > 1 else tensor.shape[1] * tensor.shape[2]
+
+
+def row_divisor(tensor: torch.Tensor) -> int:
+    """What divides the start of every head's row, in elements, up to 16 bytes: how wide its loads may be."""
+    head_stride = tensor.stride(1) if tensor.shape[1] > 1 else 0
+    return math.gcd(stride_token(tensor), head_stride, 16 // tensor.element_size())
+
+
+__all__ = [
+    "CHUNK_WORDS",
+    "QUERY_STEPS",
+    "Batch",
+    "Workspace",
+    "cache_geometry",
+    "choice_of",
+    "decode_launches",
+    "decodes",
+    "make_workspace",
+    "partial_elements",
+    "prepare_launch",
+    "row_divisor",
+    "stride_token",
+]

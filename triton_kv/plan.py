@@ -1,0 +1,204 @@
+"""`AttentionPlan`: decode attention's device memory, and what all layers of a step would otherwise find again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from triton_kv.choices import hardware_of
+from triton_kv.decode import (
+    CHUNK_WORDS,
+    QUERY_STEPS,
+    Batch,
+    Workspace,
+    choice_of,
+    decodes,
+    partial_elements,
+    prepare_launch,
+)
+from triton_kv.kernels.decode import prepare_kernel
+from triton_kv.launch import interpreted
+from triton_kv.layer import LayerCache, LayerOperands, operands_of
+from triton_kv.scoring import make_scoring
+from triton_kv.spec import positive_int
+
+if TYPE_CHECKING:
+    from triton_kv.metadata import AttentionMetadata
+
+
+class AttentionPlan:
+    """Owns the workspace of decode attention for layers of one geometry, and prepares each step once for all of them.
+
+    ```python
+    plan = AttentionPlan(cache[0], num_query_heads, max_seqs=256)
+    plan.prepare(metadata)                                    # one small kernel a step, captured with the rest
+    for layer in cache:
+        out = paged_attention(q, layer, metadata, plan=plan)
+    ```
+
+    All memory is allocated here, at addresses that stay, so neither a capture nor a replay allocates. A plan serves one
+    batch at a time, on one stream: batches in flight at once need a plan each. Launches depend on shapes only, so what
+    is captured stays right for other lengths. The scheme follows the plan and run of FlashInfer, without its host step.
+
+    Args:
+        layer: a `LayerCache` or a pair of plain tensors; layers of the same heads, dims, block size and dtype share it.
+        num_query_heads: of the whole layer.
+        max_seqs: sequences of a batch, at most.
+        max_query_len: query tokens of a sequence, at most, in batches with `query_start_loc`.
+        max_blocks_per_seq: width of the block table; needed with `batch_invariant` alone.
+        window, batch_invariant: as `paged_attention` will get them. Layers of another window need a plan of their own.
+
+    Raises `ValueError` or `TypeError` for sizes that cannot be, and what an op raises on a cache without blocks.
+    """
+
+    def __init__(
+        self,
+        layer: LayerCache | tuple[torch.Tensor, torch.Tensor],
+        num_query_heads: int,
+        *,
+        max_seqs: int,
+        max_query_len: int = 1,
+        max_blocks_per_seq: int | None = None,
+        window: int | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
+        operands = operands_of(layer)
+        self.max_seqs = positive_int("max_seqs", max_seqs)
+        self.max_query_len = positive_int("max_query_len", max_query_len)
+        if positive_int("num_query_heads", num_query_heads) % operands.num_kv_heads:
+            raise ValueError(
+                f"num_query_heads {num_query_heads} must be a multiple of the layer's {operands.num_kv_heads} KV heads"
+            )
+        if batch_invariant and max_blocks_per_seq is None:
+            raise ValueError("batch_invariant keeps partials for every part of a sequence: pass max_blocks_per_seq")
+        checked = make_scoring(
+            operands.head_dim,
+            num_query_heads,
+            operands.device,
+            scale=None,
+            causal=True,
+            window=window,
+            softcap=0.0,
+            sinks=None,
+            alibi_slopes=None,
+        )
+        self.window = checked.window
+        self.batch_invariant = bool(batch_invariant)
+        self._num_query_heads = num_query_heads
+        self._geometry = _geometry_of(operands)
+        self._operands = operands
+        self._hardware = hardware_of(operands.device)
+        self._max_seq_len = (max_blocks_per_seq or 0) * operands.block_size
+        self._runs_kernels = operands.device.type != "cpu" or (
+            interpreted(prepare_kernel) and operands.dtype != torch.bfloat16
+        )
+        self._prepared: tuple[int, int] | None = None  # sequences and query tokens of the step
+        elements, num_chunks = self._sizes() if self._runs_kernels else (0, 0)
+        self._partials = torch.empty(elements, dtype=torch.float32, device=operands.device)
+        self._chunks = torch.zeros(num_chunks, CHUNK_WORDS.value, dtype=torch.int32, device=operands.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that the plan holds."""
+        return self._partials.nbytes + self._chunks.nbytes
+
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        """Finds where each chunk of this step's batch begins, and counts table entries outside the watermark.
+
+        One kernel on the current stream; it reads lengths and table when it runs, so capture it in front of the layers.
+        Does not synchronise. For a batch that goes to prefill it does nothing. Raises `ValueError` for more sequences
+        or query tokens than the plan was made for.
+        """
+        batch = Batch.of(metadata)
+        self._prepared = (batch.num_seqs, batch.queries)
+        if batch.num_seqs > self.max_seqs:
+            raise ValueError(f"a batch of {batch.num_seqs} sequences, but the plan was made for {self.max_seqs}")
+        if not self._decodes(batch):
+            return
+        if batch.query_start_loc is not None and batch.max_query_len > self.max_query_len:
+            raise ValueError(
+                f"a batch with {batch.max_query_len} query tokens a sequence, but the plan was made for "
+                f"{self.max_query_len}"
+            )
+        if self.batch_invariant and batch.block_table.shape[1] * self._operands.block_size > self._max_seq_len:
+            raise ValueError(
+                f"a block table of {batch.block_table.shape[1]} entries a row, but the plan was made for "
+                f"{self._max_seq_len // self._operands.block_size}"
+            )
+        if not self._runs_kernels or batch.num_seqs == 0:
+            return
+        choice = choice_of(batch, self._num_query_heads, self._operands, self._hardware, self.batch_invariant)
+        chunks = self._chunks[: choice.num_chunks]
+        prepare_launch(self._operands, batch, self.window, choice, chunks).run(self._operands.device)
+
+    def workspace_for(
+        self,
+        q: torch.Tensor,
+        operands: LayerOperands,
+        metadata: AttentionMetadata,
+        window: int,
+        batch_invariant: bool,
+    ) -> Workspace | None:
+        """The workspace for one call; None where the call needs none. Raises `ValueError` where the two do not fit."""
+        batch = Batch.of(metadata)
+        asked = {
+            "the layer's geometry": (_geometry_of(operands), self._geometry),
+            "num_query_heads": (q.shape[1], self._num_query_heads),
+            "window": (window, self.window),
+            "batch_invariant": (batch_invariant, self.batch_invariant),
+        }
+        for name, (found, planned) in asked.items():
+            if found != planned:
+                raise ValueError(f"{name} is {found}, but the plan was made for {planned}: make another one")
+        if self._prepared != (batch.num_seqs, batch.queries):
+            raise ValueError(
+                f"the plan was prepared for (sequences, query tokens) {self._prepared}, but the metadata has "
+                f"{(batch.num_seqs, batch.queries)}: call plan.prepare(metadata) first in each step"
+            )
+        if not self._runs_kernels or not self._decodes(batch):
+            return None
+        choice = choice_of(batch, self._num_query_heads, operands, self._hardware, self.batch_invariant)
+        return Workspace(self._partials, self._chunks[: choice.num_chunks])
+
+    def _decodes(self, batch: Batch) -> bool:
+        return decodes(batch, self._num_query_heads // self._operands.num_kv_heads)
+
+    def _sizes(self) -> tuple[int, int]:
+        """f32 elements of the partials and the number of chunks, for the largest of the batches that may come."""
+        operands, meta = self._operands, torch.device("meta")
+        elements = num_chunks = 0
+        for queries in {1, *(step for step in QUERY_STEPS if step < 2 * self.max_query_len)}:
+            for num_seqs in sorted({1, *(n for n in (63, 64) if n <= self.max_seqs), self.max_seqs}):
+                batch = Batch(
+                    torch.empty(num_seqs, 1, dtype=torch.int32, device=meta),
+                    torch.empty(num_seqs, dtype=torch.int32, device=meta),
+                    torch.empty(num_seqs + 1, dtype=torch.int32, device=meta) if queries > 1 else None,
+                    None,
+                    queries,
+                )
+                if not self._decodes(batch):
+                    continue
+                choice = choice_of(batch, self._num_query_heads, operands, self._hardware, self.batch_invariant)
+                needed = partial_elements(
+                    choice, num_seqs, self._max_seq_len, self._num_query_heads, queries, operands.v_head_dim
+                )
+                elements, num_chunks = max(elements, needed), max(num_chunks, choice.num_chunks)
+        return elements, num_chunks
+
+    def __repr__(self) -> str:
+        return (
+            f"AttentionPlan(max_seqs={self.max_seqs}, max_query_len={self.max_query_len}, "
+            f"num_query_heads={self._num_query_heads}, window={self.window or None}, {self.num_bytes} bytes)"
+        )
+
+
+def _geometry_of(operands: LayerOperands) -> tuple[object, ...]:
+    return (
+        operands.num_kv_heads,
+        operands.head_dim,
+        operands.v_head_dim,
+        operands.block_size,
+        operands.dtype,
+        operands.device,
+    )
