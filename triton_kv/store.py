@@ -637,14 +637,12 @@ class BlockStore:
         if isinstance(pairs, torch.Tensor):
             self._copy(pairs)
             return
+        if self.memory.is_capturing():
+            raise CaptureError("copy_blocks with pairs on the host (pass a tensor on the device instead)")
         order = order_copies(pairs)
         highest = max((max(pair) for copies in order for pair in copies), default=-1)
         if highest >= self.num_blocks:
             raise ValueError(f"block {highest} is not one of the {self.num_blocks} committed blocks")
-        if not highest + 1:
-            return
-        if self.memory.is_capturing():
-            raise CaptureError("copy_blocks with pairs on the host (pass a tensor on the device instead)")
         device = self.memory.device
         if order.staged:
             spans, count = self._spans(), len(order.staged)
