@@ -189,6 +189,24 @@ def test_sleep_and_wake_beside_a_running_kernel(keep):
             check_zero(cache, 0, 3000)
 
 
+@pytest.mark.parametrize("layout", ["LTBNHD", "LHBNTD"])
+def test_scattered_live_blocks_come_back(layout):
+    with reserve(layout=layout) as cache:
+        cache.extend(CAPACITY)
+        write(cache)
+        live = torch.randperm(CAPACITY)[:1500].sort().values
+        report = cache.sleep("host", live=live.tolist())
+        print(f"{report.host_bytes / report.copy_seconds / 1e9:.1f} GB/s")
+        cache.wake()
+        check(cache, live)
+        dead = torch.ones(CAPACITY, dtype=torch.bool)
+        dead[live] = False
+        dead = dead.nonzero()[:, 0].cuda()
+        for layer in cache:
+            assert not layer.k[dead].any()
+            assert not layer.v[dead].any()
+
+
 def test_shrink_waits_for_the_event_and_not_for_the_device():
     with reserve() as cache:
         cache.extend(1000)

@@ -141,7 +141,8 @@ class CudaMemory:
         with self.activate():
             # Not one of torch's pooled streams: those are shared, and somebody may be capturing on one.
             self._stream = self._call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-            self._torch_stream = torch.cuda.ExternalStream(int(self._stream), device=device)
+            # Fills and copies are in order on it.
+            self.copy_stream = torch.cuda.ExternalStream(int(self._stream), device=device)
 
     def reserve(self, num_bytes: int) -> int:
         try:
@@ -186,7 +187,7 @@ class CudaMemory:
                 return
             from triton_kv.blocks import zero_ranges
 
-            with torch.cuda.device(self.device), torch.cuda.stream(self._torch_stream):
+            with torch.cuda.device(self.device), torch.cuda.stream(self.copy_stream):
                 zero_ranges(address, num_bytes, stride=stride, count=count, device=self.device)
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
