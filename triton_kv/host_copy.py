@@ -125,7 +125,7 @@ class HostCopy:
         batches = [[block for first, count in runs for block in range(first, first + count)] for runs in self._batches]
         rows = [(at, block) if back else (block, at) for blocks in batches for at, block in enumerate(blocks)]
         pairs = torch.tensor(rows, dtype=torch.int32).to(buffer.device)
-        launches = []
+        launches: list[Callable[[], None]] = []
         spans: dict[int, tuple[BlockSpans, BlockSpans, CopyTable]] = {}
         start = 0
         for count in map(len, batches):  # one number but for the last
