@@ -20,11 +20,11 @@ from triton_kv.memory.transaction import Transaction
 # stay behind the zeroing itself (110 us), and few enough that the device starts early.
 FILL_BYTES = 512 << 20
 
-# Zeroing in the background: so many bytes (15 us of an H200's write bandwidth), then a pause of so many times what they
-# took, so that the kernels of a serving step keep most of the bandwidth.
+# Zeroing in the background: so many bytes, then a pause of so many times what they took, so that the kernels of a
+# serving step keep most of the bandwidth.
 PACED_BYTES = 64 << 20
-_PAUSE_RATIO = 4.0
-_LONGEST_PAUSE_SECONDS = 2e-3
+_PAUSE_RATIO = 8.0
+_LONGEST_PAUSE_SECONDS = 4e-3
 
 
 class Replacement(NamedTuple):

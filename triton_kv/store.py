@@ -313,7 +313,7 @@ class BlockStore:
         `confirm` is called once they are published and can still be taken back: what it raises undoes everything.
         `paced` zeroes slowly, so that a device that serves meanwhile keeps most of its bandwidth.
         """
-        with self._lock:
+        with self._locked():
             self._require_changeable("extend")
             if target <= self.num_blocks:
                 yield
@@ -380,7 +380,7 @@ class BlockStore:
         `publish` is called last, with the lock held. After an error nothing has changed but the new buffers, which the
         caller frees.
         """
-        with self._lock:
+        with self._locked():
             self._require_changeable("adding a group")
             mapped_bytes = sum(buffer.mapped_bytes_at(self.num_blocks * size) for buffer, size in buffers)
             try:
@@ -412,7 +412,7 @@ class BlockStore:
     @contextmanager
     def shrinking(self, target: int, *, after: Waitable | None = None) -> Iterator[Progress]:
         """`shrink` in two steps: takes memory out, still in reach of an undo, and on leaving gives it back."""
-        with self._lock:
+        with self._locked():
             self._require_changeable("shrink")
             if target > self.num_blocks:
                 raise ValueError(f"shrink({target}) of {self.num_blocks} committed blocks: use extend to grow")
@@ -442,7 +442,13 @@ class BlockStore:
             logger.info("shrank from %d to %d blocks: %.2f GiB mapped", before, target, self.mapped_bytes / GIB)
 
     def _poison_tails(self) -> None:
-        """What is mapped behind the last block, so that a stale read of it is seen."""
+        """What is mapped behind the last block, so that a stale read of it is seen. The shrink is done by then."""
+        try:
+            self._fill_tails(POISON)
+        except DriverError as failure:
+            warn(self.memory, "what a shrink left mapped could not be poisoned", [failure])
+
+    def _fill_tails(self, value: int) -> None:
         granularity = self.memory.granularity
         with self.memory.activate():
             for buffer, block_bytes in self.buffers if self.num_blocks else ():
@@ -451,12 +457,12 @@ class BlockStore:
                     address = buffer.address_of(segment, start)
                     size = min(-address % granularity, buffer.segment_capacity_bytes - start)
                     if size:
-                        self.memory.fill(address, size, POISON)
+                        self.memory.fill(address, size, value)
             self.memory.wait()
 
     def coalesce(self) -> CoalesceReport:
         """`KVCache.coalesce`."""
-        with self._lock:
+        with self._locked():
             self._require_changeable("coalesce")
             jobs = [job for buffer, _ in self.buffers for job in buffer.scattered()]
             extra_bytes = max((job.num_bytes for job in jobs), default=0)
@@ -479,7 +485,7 @@ class BlockStore:
 
     def trim(self, limit_bytes: int = 0) -> int:
         """`KVCache.trim`."""
-        with self._lock:
+        with self._locked():
             self._require_changeable("trim", awake=())
             self._unpin()
             with self.memory.activate():
@@ -489,7 +495,7 @@ class BlockStore:
 
     def prepare_sleep(self, num_blocks: int | None = None) -> float:
         """`KVCache.prepare_sleep`."""
-        with self._lock:
+        with self._locked():
             self._require_changeable("prepare_sleep")
             num_bytes = (self.num_blocks if num_blocks is None else num_blocks) * self.block_bytes
             if not num_bytes or (self._pinned is not None and self._pinned.num_bytes >= num_bytes):
@@ -533,7 +539,7 @@ class BlockStore:
             raise ValueError(f'keep must be None or "host", got {keep!r}')
         if live is not None and keep is None:
             raise ValueError('live blocks are kept only with keep="host"')
-        with self._lock:
+        with self._locked():
             chosen = sorted(set(range(len(self.buffers)) if only is None else only))
             self._require_changeable("sleep", awake=chosen)
             num_blocks = self._blocks_asleep if self._asleep else self.num_blocks
@@ -617,7 +623,7 @@ class BlockStore:
 
         `confirm` is as in `growing`.
         """
-        with self._lock:
+        with self._locked():
             self.require_usable()
             if self.memory.is_capturing():
                 raise CaptureError("wake")
@@ -683,14 +689,12 @@ class BlockStore:
         if isinstance(pairs, torch.Tensor):
             self._copy(pairs)
             return
+        if self.memory.is_capturing():
+            raise CaptureError("copy_blocks with pairs on the host (pass a tensor on the device instead)")
         order = order_copies(pairs)
         highest = max((max(pair) for copies in order for pair in copies), default=-1)
         if highest >= self.num_blocks:
             raise ValueError(f"block {highest} is not one of the {self.num_blocks} committed blocks")
-        if not highest + 1:
-            return
-        if self.memory.is_capturing():
-            raise CaptureError("copy_blocks with pairs on the host (pass a tensor on the device instead)")
         device = self.memory.device
         if order.staged:
             spans, count = self._spans(), len(order.staged)
@@ -771,6 +775,14 @@ class BlockStore:
         relieve = partial(_drain_pools, [weakref.ref(buffer) for buffer, _ in self.buffers])
         for buffer, _ in self.buffers:
             buffer.when_out_of_memory(relieve)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The lock of all changes. A forked child is refused first: it may have inherited the lock held."""
+        if os.getpid() != self._pid:
+            raise Forked("this KVCache")
+        with self._lock:
+            yield
 
     @contextmanager
     def _changing(self) -> Iterator[Transaction]:

@@ -257,6 +257,42 @@ def test_host_memory_made_beforehand() -> None:
     assert store.memory.pinned_bytes == 0
 
 
+@pytest.mark.parametrize("live", [[0, 3, 4, 7, 12], [5], [], list(range(13))], ids=str)
+@pytest.mark.parametrize("batch_bytes", [1, 5 * G, 1 << 20], ids=["one block", "a few", "all"])
+def test_scattered_blocks_are_gathered_first(
+    monkeypatch: pytest.MonkeyPatch, live: list[int], batch_bytes: int
+) -> None:
+    monkeypatch.setattr("triton_kv.host_copy.should_stage", lambda memory, num_bytes: True)
+    monkeypatch.setattr("triton_kv.host_copy.STAGING_BYTES", batch_bytes)
+    store, model = filled(13, 2)
+    copies = store.memory.calls["copy"]
+    store.sleep(keep="host", live=live)
+    if batch_bytes > 5 * G:
+        assert store.memory.calls["copy"] - copies == 2 * bool(live), "one copy over the link for each buffer"
+    store.wake()
+    for block in set(range(13)) - set(live):
+        model.values[block] = 0
+    model.check(store)
+
+
+def test_blocks_go_one_by_one_where_no_memory_is_left_to_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton_kv.host_copy.should_stage", lambda memory, num_bytes: True)
+    monkeypatch.setattr("triton_kv.host_copy.STAGING_BYTES", 5 * G)
+    store, model = filled(13)
+    real = torch.empty
+
+    def full(*arguments: object, **options: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(torch, "empty", full)
+    store.sleep(keep="host", live=[1, 5, 6, 9])
+    monkeypatch.setattr(torch, "empty", real)
+    store.wake()
+    for block in set(range(13)) - {1, 5, 6, 9}:
+        model.values[block] = 0
+    model.check(store)
+
+
 def test_everything_is_refused_while_asleep() -> None:
     store, _ = filled(5)
     store.sleep()

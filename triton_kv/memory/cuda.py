@@ -141,7 +141,8 @@ class CudaMemory:
         with self.activate():
             # Not one of torch's pooled streams: those are shared, and somebody may be capturing on one.
             self._stream = self._call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-            self._torch_stream = torch.cuda.ExternalStream(int(self._stream), device=device)
+            # Fills and copies are in order on it.
+            self.copy_stream = torch.cuda.ExternalStream(int(self._stream), device=device)
 
     def reserve(self, num_bytes: int) -> int:
         try:
@@ -186,12 +187,12 @@ class CudaMemory:
                 return
             from triton_kv.blocks import zero_ranges
 
-            with torch.cuda.device(self.device), torch.cuda.stream(self._torch_stream):
+            with torch.cuda.device(self.device), torch.cuda.stream(self.copy_stream):
                 zero_ranges(address, num_bytes, stride=stride, count=count, device=self.device)
 
     def enqueue(self, work: Callable[[], object]) -> None:
         """Call `work`, whose kernels then run on the stream of the fills, in order with them."""
-        with self.activate(), torch.cuda.device(self.device), torch.cuda.stream(self._torch_stream):
+        with self.activate(), torch.cuda.device(self.device), torch.cuda.stream(self.copy_stream):
             work()
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
@@ -200,9 +201,8 @@ class CudaMemory:
                 self._call("cuMemcpyAsync", target, source, num_bytes, self._stream)
 
     def pin(self, num_bytes: int) -> int:
-        with (
-            self.activate()
-        ):  # not torch's pinned memory: its allocator rounds to powers of two and keeps what is freed
+        # Not torch's pinned memory: its allocator rounds to powers of two and keeps what is freed.
+        with self.activate():
             return int(self._call("cuMemHostAlloc", num_bytes, 0, num_bytes=num_bytes))
 
     def unpin(self, address: int, num_bytes: int) -> None:
