@@ -7,9 +7,9 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from bench.record import BadRecordError, read_record
+from bench.record import BadRecordError, is_test_record, read_record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parse(arguments)
     try:
         return globals()[f"_{asked.command}"](asked)
+    except BrokenPipeError:  # `| head`
+        sys.stderr.close()
+        return OK
     except (BadRecordError, KeyError) as error:
         print(f"error: {error.args[0] if error.args else error}", file=sys.stderr)
         return USAGE
@@ -86,6 +89,8 @@ def _list(asked: argparse.Namespace) -> int:
 
 
 def _run(asked: argparse.Namespace) -> int:
+    import torch
+
     from bench.run import RunOptions, gpu_folder
     from bench.suites import load_suites
     from bench.supervise import supervise
@@ -106,6 +111,9 @@ def _run(asked: argparse.Namespace) -> int:
         prepare_s=asked.prepare_limit,
         command=shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
     )
+    if not asked.smoke and not torch.cuda.is_available():
+        print("error: no CUDA device here: `bench run` measures a GPU, only --smoke runs on a CPU", file=sys.stderr)
+        return USAGE
     chosen = options.selected()
     if not chosen:
         print(f"error: no case matches {asked.case!r}", file=sys.stderr)
@@ -148,16 +156,30 @@ def _compare(asked: argparse.Namespace) -> int:
 def _plot(asked: argparse.Namespace) -> int:
     from bench.plots import save_plots
 
-    for path in save_plots([read_record(path) for path in asked.records], Path(asked.out), asked.format):
+    made = save_plots(_measured(asked.records), Path(asked.out), asked.format)
+    for path in made:
         print(path)
-    return OK
+    if not made:
+        print("error: no picture shows what these records hold", file=sys.stderr)
+    return OK if made else USAGE
+
+
+def _measured(paths: Sequence[str]) -> list[dict[str, Any]]:
+    """The records with measured cases. Those of test runs are named and left out."""
+    records = []
+    for path in paths:
+        if is_test_record(path):
+            print(f"{path} holds test results, not timings: left out", file=sys.stderr)
+        else:
+            records.append(read_record(path))
+    return records
 
 
 def _report(asked: argparse.Namespace) -> int:
     from bench.report import html_report
     from bench.standing import write_standing
 
-    records = [read_record(path) for path in asked.records]
+    records = _measured(asked.records)
     Path(asked.out).write_text(html_report(records), encoding="utf-8")
     print(asked.out)
     if asked.standing:

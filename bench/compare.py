@@ -35,6 +35,9 @@ def compare(
         f"after:  {after['source_id']}  {after['env'].get('gpu') or 'CPU'}",
         text_table(rows, ("case", "before us", "after us", "speed", "verdict")),
     ]
+    gpus = [str(record["env"].get("gpu") or "CPU") for record in (before, after)]
+    if gpus[0] != gpus[1]:
+        lines.append(f"these ran on different devices, {gpus[0]} and {gpus[1]}: the verdicts say little")
     if bad:
         lines.append(f"worse: {', '.join(bad)}")
     return "\n".join(lines), not bad

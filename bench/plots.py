@@ -6,6 +6,8 @@ import io
 import re
 from typing import TYPE_CHECKING, Any
 
+from bench.table import is_loss
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
@@ -28,6 +30,7 @@ COLOURS = {
     "legacy": "#1d4ed8",
 }
 OTHER = "#6b7280"
+MOST_BARS = 16  # cases in one picture
 GIB = 1 << 30
 
 
@@ -119,9 +122,22 @@ def draw_rates(unit: str, label: str, roof: str | None) -> Callable[[Axes, dict[
     """Horizontal bars a case, one a candidate, with the roofline as a line."""
 
     def draw(axes: Axes, record: dict[str, Any]) -> bool:
-        cases = [case for case in record["cases"] if case["ok"] and unit in case["ours"]][:12]
+        cases = [case for case in record["cases"] if case["ok"] and unit in case["ours"]]
         if not cases:
             return False
+        if len(cases) > MOST_BARS:  # the first ones, and in any case what we lose
+            losses = [case for case in cases if is_loss(case)]
+            shown = [case for case in cases if case not in losses][: max(MOST_BARS - len(losses), 0)] + losses
+            cases = [case for case in cases if case in shown]
+            axes.annotate(
+                f"{len(cases)} of {len(record['cases'])} cases, all losses among them",
+                (1, 1),
+                (0, 4),
+                xycoords="axes fraction",
+                textcoords="offset points",
+                ha="right",
+                fontsize="small",
+            )
         names = list(dict.fromkeys(name for case in cases for name, result in _results(case) if result.get(unit)))
         height = 0.8 / len(names)
         for index, name in enumerate(names):
@@ -132,11 +148,13 @@ def draw_rates(unit: str, label: str, roof: str | None) -> Callable[[Axes, dict[
                     rows.append(row + (index - (len(names) - 1) / 2) * height)
                     values.append(value)
             style = _style(name)
-            axes.barh(
-                rows, values, height * 0.9, label=name, color=style["color"], alpha=1.0 if name == "ours" else 0.75
+            hatched: dict[str, Any] = (
+                {"hatch": "////", "edgecolor": PAPER, "linewidth": 0} if style.get("linestyle") else {}
             )
+            alpha = 1.0 if name == "ours" else 0.75
+            axes.barh(rows, values, height * 0.9, label=name, color=style["color"], alpha=alpha, **hatched)
         if roof and record["rooflines"].get(roof):
-            axes.axvline(record["rooflines"][roof], color=INK, linewidth=1, linestyle=(0, (4, 3)))
+            axes.axvline(record["rooflines"][roof], color=INK, linewidth=1, linestyle=(0, (4, 3)), label="roofline")
         axes.set_yticks(range(len(cases)), [case["id"].split("/", 1)[1] for case in cases])
         axes.invert_yaxis()
         axes.set_xlabel(label)
@@ -179,6 +197,33 @@ def draw_startup(axes: Axes, record: dict[str, Any]) -> bool:
     return True
 
 
+def draw_ledger(axes: Axes, record: dict[str, Any]) -> bool:
+    """A ledger: who holds the device's memory after each stage of a start-up, stacked up to its total."""
+    cases = [case for case in record["cases"] if case["ok"] and case["ours"].get("stages")]
+    if not cases:
+        return False
+    stages = cases[0]["ours"]["stages"]
+    owners = {
+        "before the start, and neighbours": ("outside_bytes", OTHER),
+        "torch: weights, activations, graph pools": ("torch_bytes", COLOURS["fa3"]),
+        "others: workspaces, the driver's part of graphs": ("other_bytes", COLOURS["vllm"]),
+        "cache": ("cache_bytes", COLOURS["ours"]),
+        "free": ("free_bytes", GRID),
+    }
+    bottom = [0.0] * len(stages)
+    for label, (key, colour) in owners.items():
+        heights = [stage[key] / GIB for stage in stages]
+        axes.bar(range(len(stages)), heights, 0.72, bottom=bottom, label=label, color=colour)
+        bottom = [low + height for low, height in zip(bottom, heights)]
+    labels = [f"{stage['name']}\n{stage['seconds']:.2g} s" for stage in stages]
+    axes.set_xticks(range(len(stages)), labels, rotation=35, ha="right", fontsize="small")
+    axes.set_ylabel("GiB after the stage")
+    axes.grid(visible=False, axis="x")
+    axes.set_title(f"Start-up of {cases[0]['id'].split('/', 1)[1]}{_where(record)}", loc="left", pad=46)
+    axes.legend(frameon=False, fontsize="small", loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=2)
+    return True
+
+
 PICTURES: dict[str, dict[str, Callable[[Any, dict[str, Any]], bool]]] = {
     "decode": {"decode-context": draw_context, "decode": draw_rates("gbps", "K and V read, GB/s", "read_gbps")},
     "prefill": {"prefill": draw_rates("tflops", "TFLOP/s", "matmul_tflops")},
@@ -186,6 +231,7 @@ PICTURES: dict[str, dict[str, Callable[[Any, dict[str, Any]], bool]]] = {
     "zero": {"zero": draw_rates("gbps", "written, GB/s", "write_gbps")},
     "write": {"write": draw_rates("gbps", "read and written, GB/s", "copy_gbps")},
     "engine": {"engine-startup": draw_startup},
+    "sizing": {"sizing-ledger": draw_ledger},
 }
 
 

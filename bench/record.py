@@ -58,6 +58,15 @@ def read_record(path: Path | str) -> dict[str, Any]:
     return record
 
 
+def is_test_record(path: Path | str) -> bool:
+    """Whether a file is a record of `bench.gpu_tests`: outcomes of tests instead of cases."""
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(record, dict) and "counts" in record and "cases" not in record
+
+
 def problems_of(record: Any) -> list[str]:
     """What keeps `record` from being one: an empty list if nothing does."""
     if not isinstance(record, dict):

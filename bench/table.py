@@ -24,7 +24,7 @@ def row_of(case: dict[str, Any]) -> tuple[str, ...]:
         duration(ours),
         peer[0] if peer else "-",
         duration(peer[1]) if peer else "-",
-        f"{peer[1] / ours:.3f}" + ("" if case.get("compared") else " (not compared)") if peer else "not compared",
+        f"{peer[1] / ours:.3f}" if peer and case.get("compared") else "not compared",
         f"{floor / ours:.1%}" if floor else "-",
         f"{noise:.1%}" if noise is not None else "-",
     )
@@ -86,8 +86,9 @@ def case_line(case: dict[str, Any]) -> str:
     name, ours, peer, peer_us, ratio, share, _ = row_of(case)
     if not case["ok"]:
         return f"{name:34} FAILED {case.get('error', '')}"
-    compared = f"{peer} {peer_us} us ({ratio}x)" if peer != "-" else ratio
-    return f"{name:34} {ours:>9} us  {compared:38} {share} of floor"
+    beside = f"{peer} {peer_us} us" if peer != "-" else ""
+    compared = f"{beside} ({ratio}x)" if case.get("compared") else f"{beside} (not compared)"
+    return f"{name:34} {ours:>9} us  {compared.strip():38} {share + ' of floor' if share != '-' else ''}".rstrip()
 
 
 def bar(done: int, total: int, width: int = 20) -> str:

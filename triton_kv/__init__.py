@@ -21,8 +21,11 @@ from triton_kv.errors import (
     Closed,
     DriverError,
     Forked,
+    InconsistentRanks,
     NothingCommitted,
     OutOfMemory,
+    RankError,
+    RankLost,
     TritonKVError,
     Unavailable,
 )
@@ -31,6 +34,7 @@ from triton_kv.geometry import BufferGeometry, CacheGeometry, PlacedLayer, arran
 from triton_kv.groups import LayerGroup
 from triton_kv.layer import LayerCache, StateCache
 from triton_kv.layout import CacheLayout
+from triton_kv.ledger import MemoryLedger, MemoryReader, MemoryReading, StageRecord
 from triton_kv.memory import (
     AllocatedMemory,
     FakeMemory,
@@ -45,7 +49,8 @@ from triton_kv.memory import (
 from triton_kv.merging import merge_attention, merge_attention_reference
 from triton_kv.metadata import AttentionBuffers, AttentionMetadata
 from triton_kv.plan import AttentionPlan
-from triton_kv.sizing import Plan, fit_blocks, plan_blocks
+from triton_kv.ranks import agree
+from triton_kv.sizing import CacheCost, CacheShare, Plan, fit_blocks, fit_caches, plan_blocks
 from triton_kv.spec import AttentionSpec, BlockTensor, MambaSpec, MLASpec, StateSpec, StateTensor
 from triton_kv.stats import CacheStats
 from triton_kv.store import CoalesceReport, MemoryChange, SleepReport, WakeReport
@@ -64,8 +69,10 @@ __all__ = [
     "BlockTensor",
     "Broken",
     "BufferGeometry",
+    "CacheCost",
     "CacheGeometry",
     "CacheLayout",
+    "CacheShare",
     "CacheStats",
     "CaptureError",
     "CheckReport",
@@ -81,18 +88,25 @@ __all__ = [
     "Freed",
     "HandlePolicy",
     "HostMemory",
+    "InconsistentRanks",
     "KVCache",
     "LayerCache",
     "LayerGroup",
     "MLASpec",
     "MambaSpec",
     "MemoryChange",
+    "MemoryLedger",
+    "MemoryReader",
+    "MemoryReading",
     "NothingCommitted",
     "OutOfMemory",
     "PlacedLayer",
     "Plan",
     "PoisonedMemory",
+    "RankError",
+    "RankLost",
     "SleepReport",
+    "StageRecord",
     "StateCache",
     "StateSpec",
     "StateTensor",
@@ -101,9 +115,11 @@ __all__ = [
     "VirtualMemory",
     "WakeReport",
     "__version__",
+    "agree",
     "arrange",
     "compile_kernels",
     "fit_blocks",
+    "fit_caches",
     "merge_attention",
     "merge_attention_reference",
     "open_memory",

@@ -15,6 +15,7 @@ from triton_kv.geometry import CacheGeometry, PlacedLayer, arrange, joined
 from triton_kv.groups import DEFAULT_ORDER, LayerGroup, groups_of
 from triton_kv.layer import LayerCache, LayerOperands, StateCache
 from triton_kv.memory import HandlePolicy, names_device, open_or_allocate
+from triton_kv.ranks import change_together
 from triton_kv.sizing import GIB, Plan
 from triton_kv.spec import AttentionSpec
 from triton_kv.store import BlockStore, CheckReport, StoredBuffer
@@ -22,15 +23,18 @@ from triton_kv.store import BlockStore, CheckReport, StoredBuffer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
+    import torch.distributed as dist
+
     from triton_kv.compaction import CompactionPlan
-    from triton_kv.extensible import Freed
+    from triton_kv.extensible import Freed, Progress
     from triton_kv.layout import CacheLayout
     from triton_kv.memory import VirtualMemory
     from triton_kv.spec import LayerSpec
     from triton_kv.stats import CacheStats
-    from triton_kv.store import CoalesceReport, MemoryChange, SleepReport, Waitable, WakeReport
+    from triton_kv.store import CoalesceReport, MemoryChange, Nap, SleepReport, Waitable, WakeReport
 
 logger = logging.getLogger(__name__)
 
@@ -274,18 +278,30 @@ class KVCache:
 
     # Growing and closing.
 
-    def extend(self, num_blocks: int | Plan) -> KVCache:
+    def extend(self, num_blocks: int | Plan, group: dist.ProcessGroup | None = None) -> KVCache:
         """Commits blocks until the cache holds `num_blocks`; every new one is zero. Returns the cache.
 
         A number at or below `num_blocks` changes nothing. Addresses, and the contents of blocks already there, stay.
         The host waits for the zeroing, so work launched afterwards on any stream sees it; work already queued goes on
         meanwhile. All or nothing: after an error the cache is as it was and the call may be repeated.
 
+        With `group` every rank of it makes the call, and all of them extend or none does: each maps and zeroes, all
+        vote, all publish and vote again. The host waits for the others, at most the group's timeout.
+
         Raises `ValueError` beyond the capacity or for a negative number, `TypeError` for anything but an int or a
         `Plan`, `OutOfMemory` (asked, free and what would fit), `CaptureError` while the current stream captures,
-        `Closed`.
+        `Closed`. With `group`, instead of these: `RankError` on every rank, caused by the rank's own error where it
+        has one; `RankLost` or `InconsistentRanks` if a rank died.
         """
-        self._store.extend(self._checked_target(num_blocks))
+        if group is None:
+            self._store.extend(self._checked_target(num_blocks))
+            return self
+
+        def begin(confirm: Callable[[], None]) -> tuple[AbstractContextManager[None], int]:
+            target = self._checked_target(num_blocks)
+            return self._store.growing(target, confirm=confirm), max(target, self.num_blocks)
+
+        change_together("extend", group, begin)
         return self
 
     def _checked_target(self, num_blocks: int | Plan) -> int:
@@ -352,7 +368,9 @@ class KVCache:
         """
         return self._store.extend_async(self._checked_target(num_blocks))
 
-    def shrink(self, num_blocks: int, *, after: Waitable | None = None) -> Freed:
+    def shrink(
+        self, num_blocks: int, *, after: Waitable | None = None, group: dist.ProcessGroup | None = None
+    ) -> Freed:
         """Keeps the first `num_blocks` blocks; returns the bytes that the driver's free memory gained.
 
         Kept blocks keep their contents. A handle that is cut in the middle is replaced by a smaller one with its kept
@@ -365,14 +383,25 @@ class KVCache:
             num_blocks: 0 to the committed blocks.
             after: an event or stream that covers all work which may still touch the cache; by default the host waits
                 for the device.
+            group: every rank of it makes the call; all of them shrink or none does (errors as in `extend`).
 
         Raises `ValueError` for other numbers, `CaptureError`, `Asleep`, `Closed`.
         """
+        if group is None:
+            return self._store.shrink(self._checked_remainder(num_blocks), after=after)
+
+        def begin(confirm: Callable[[], None]) -> tuple[AbstractContextManager[Progress], int]:
+            return self._store.shrinking(self._checked_remainder(num_blocks), after=after), num_blocks
+
+        return self._store.freed(change_together("shrink", group, begin, undoable=False))
+
+    @staticmethod
+    def _checked_remainder(num_blocks: int) -> int:
         if isinstance(num_blocks, bool) or not isinstance(num_blocks, int):
             raise TypeError(f"shrink takes a whole number of blocks, not {num_blocks!r}")
         if num_blocks < 0:
             raise ValueError(f"shrink takes a number of blocks that is not negative, got {num_blocks}")
-        return self._store.shrink(num_blocks, after=after)
+        return num_blocks
 
     def min_release_blocks(self) -> int:
         """How many blocks must go before a whole handle does, and memory comes back without copying."""
@@ -436,6 +465,7 @@ class KVCache:
         live: Iterable[int] | None = None,
         groups: Sequence[str] | None = None,
         after: Waitable | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> SleepReport:
         """Gives all memory back and keeps the addresses, until `wake`. All or nothing.
 
@@ -446,19 +476,33 @@ class KVCache:
             live: block ids to keep (all committed by default); others are zero after `wake`.
             groups: names of the groups that sleep, by default all. Groups that share buffers sleep together.
             after: as in `shrink`.
+            group: every rank of it makes the call; all of them sleep or none does (errors as in `extend`).
 
         Raises `ValueError` for blocks that are not committed and unknown groups, `Asleep` if they sleep already,
         `CaptureError`, `Closed`, `DriverError` if the host has too little memory to pin.
         """
-        return self._store.sleep(keep=keep, live=live, only=self._buffers_of(groups), after=after)
+        if group is None:
+            return self._store.sleep(keep=keep, live=live, only=self._buffers_of(groups), after=after)
 
-    def wake(self, groups: Sequence[str] | None = None) -> WakeReport:
+        def begin(confirm: Callable[[], None]) -> tuple[AbstractContextManager[Nap], None]:
+            return self._store.sleeping(keep=keep, live=live, only=self._buffers_of(groups), after=after), None
+
+        return self._store.slept(change_together("sleep", group, begin, undoable=False))
+
+    def wake(self, groups: Sequence[str] | None = None, *, group: dist.ProcessGroup | None = None) -> WakeReport:
         """Commits again what `sleep` gave back, at the same addresses; restores kept contents, all else is zero.
 
         Captured graphs are valid again; the epoch moves. Nothing to do if nothing sleeps. Raises `OutOfMemory` where
-        too little memory is free: the cache stays asleep, and a later call works.
+        too little memory is free: the cache stays asleep, and a later call works. With `group` every rank of it makes
+        the call, and all of them wake or none does (errors as in `extend`).
         """
-        return self._store.wake(self._buffers_of(groups))
+        if group is None:
+            return self._store.wake(self._buffers_of(groups))
+
+        def begin(confirm: Callable[[], None]) -> tuple[AbstractContextManager[WakeReport], int]:
+            return self._store.waking(self._buffers_of(groups), confirm=confirm), self._store.blocks_awake
+
+        return change_together("wake", group, begin)
 
     @property
     def asleep(self) -> bool:

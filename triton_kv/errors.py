@@ -158,6 +158,44 @@ class Unavailable(TritonKVError):
         super().__init__(reason)
 
 
+class RankError(TritonKVError):
+    """Something failed, or did not fit together, on one rank or more; raised on every rank, all of them as before.
+
+    Args:
+        operation: what the ranks did together, for example ``"extend"``.
+        failures: what is wrong, by rank in the group.
+    """
+
+    def __init__(self, operation: str, failures: dict[int, str]) -> None:
+        self.operation = operation
+        self.failures = dict(failures)
+        text = "; ".join(f"rank {rank}: {failure}" for rank, failure in sorted(failures.items()))
+        super().__init__(f"{operation}: every rank stays as it was, because of {text}")
+
+    def __reduce__(self) -> tuple[type, tuple[str, dict[int, str]]]:
+        return type(self), (self.operation, self.failures)
+
+
+class RankLost(TritonKVError):
+    """A rank gave no answer in the group's timeout, or its process is gone. This rank is as before the call."""
+
+    _outcome = "this rank is as it was, others may have gone on"
+
+    def __init__(self, operation: str, reason: str) -> None:
+        self.operation = operation
+        self.reason = reason
+        super().__init__(f"{operation}: a rank did not go along ({reason}); {self._outcome}: restart the group")
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.operation, self.reason)
+
+
+class InconsistentRanks(RankLost):
+    """A rank was lost, or failed, after this one had published its change: the group is inconsistent."""
+
+    _outcome = "this rank had changed already and the group is inconsistent"
+
+
 def raise_together(failures: list[BaseException]) -> None:
     """Empty ``failures`` and raise the first of them, if any, with the others as notes and ``undo_failures``."""
     if failures:

@@ -23,7 +23,7 @@ class _Prepared(NamedTuple):
 class LaunchCache:
     """Compiled launches of one op, by all that they depend on except which tensors of those shapes they get.
 
-    Triton binds, specialises and hashes every argument of a launch anew: 11 to 22 us each on the host (docs/decode.md).
+    Triton binds, specialises and hashes every argument of a launch anew (docs/decode.md, host cost).
     A key must hold whatever shapes the launches' integers, constexprs and specialisation: shapes, strides, dtypes,
     which tensors are None, the device, and the alignment of pointers that are specialised on. Launches whose other
     arguments hold tensors are not kept, and prepared anew in each call.

@@ -179,6 +179,11 @@ class BlockStore:
         return bool(self._asleep)
 
     @property
+    def blocks_awake(self) -> int:
+        """Blocks once all buffers are awake."""
+        return self._blocks_asleep if self._asleep else self.num_blocks
+
+    @property
     def state(self) -> str:
         return "asleep" if self._state == "open" and self._asleep else self._state
 
@@ -284,9 +289,10 @@ class BlockStore:
         return future
 
     @contextmanager
-    def growing(self, target: int, *, paced: bool = False) -> Iterator[None]:
+    def growing(self, target: int, *, paced: bool = False, confirm: Callable[[], None] | None = None) -> Iterator[None]:
         """`extend` in two steps: maps and zeroes everything, and on leaving publishes the blocks.
 
+        `confirm` is called once they are published and can still be taken back: what it raises undoes everything.
         `paced` zeroes slowly, so that a device that serves meanwhile keeps most of its bandwidth.
         """
         with self._locked():
@@ -312,6 +318,8 @@ class BlockStore:
                     prepared = True
                     yield
                     self._publish(target, transaction)
+                    if confirm is not None:
+                        confirm()
             except DriverError as error:
                 if prepared or not error.out_of_memory:
                     raise
@@ -372,7 +380,7 @@ class BlockStore:
         """`KVCache.shrink` for a number of blocks within 0 to `num_blocks`."""
         with self.shrinking(num_blocks, after=after) as progress:
             pass
-        return self._freed(progress)
+        return self.freed(progress)
 
     @contextmanager
     def shrinking(self, target: int, *, after: Waitable | None = None) -> Iterator[Progress]:
@@ -484,7 +492,11 @@ class BlockStore:
         """`KVCache.sleep`; `only` are the numbers of the buffers that sleep, all by default."""
         with self.sleeping(keep=keep, live=live, only=only, after=after) as nap:
             pass
-        return SleepReport(self._freed(nap.progress), nap.host_bytes, nap.pin_seconds, nap.copy_seconds)
+        return self.slept(nap)
+
+    def slept(self, nap: Nap) -> SleepReport:
+        """What a sleep came to."""
+        return SleepReport(self.freed(nap.progress), nap.host_bytes, nap.pin_seconds, nap.copy_seconds)
 
     @contextmanager
     def sleeping(
@@ -574,8 +586,13 @@ class BlockStore:
         return report
 
     @contextmanager
-    def waking(self, only: Sequence[int] | None = None) -> Iterator[WakeReport]:
-        """`wake` in two steps: maps, zeroes and restores everything, and on leaving publishes the blocks."""
+    def waking(
+        self, only: Sequence[int] | None = None, *, confirm: Callable[[], None] | None = None
+    ) -> Iterator[WakeReport]:
+        """`wake` in two steps: maps, zeroes and restores everything, and on leaving publishes the blocks.
+
+        `confirm` is as in `growing`.
+        """
         with self._locked():
             self.require_usable()
             if self.memory.is_capturing():
@@ -608,6 +625,8 @@ class BlockStore:
                     left = {index: copy for index, copy in self._asleep.items() if index not in chosen}
                     self._set("_asleep", left, transaction)
                     self._publish(target, transaction)
+                    if confirm is not None:
+                        confirm()
             except DriverError as error:
                 if prepared or not error.out_of_memory:
                     raise
@@ -795,7 +814,7 @@ class BlockStore:
                 "; ".join(freed.reasons),
             )
 
-    def _freed(self, progress: Progress) -> Freed:
+    def freed(self, progress: Progress) -> Freed:
         return progress.freed() if self.elastic else Freed(0)
 
     def _out_of_memory(self, target: int, operation: str, undo_failures: list[BaseException]) -> OutOfMemory:

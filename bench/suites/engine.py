@@ -129,7 +129,7 @@ def _serve(
                 "mapped_bytes": stage.mapped_bytes,
                 "num_blocks": stage.num_blocks,
             }
-            for stage in engine.stages
+            for stage in engine.ledger.stages
         ]
         settings = "commit all before capture, by a guess" if legacy else "reserve, capture, plan, extend"
         return {

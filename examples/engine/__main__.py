@@ -1,4 +1,7 @@
-"""Serve a real model from a KV cache that is reserved, captured into CUDA graphs, and only then sized and extended."""
+"""Serve a real model from a KV cache that is reserved, captured into CUDA graphs, and only then sized and extended.
+
+`torchrun --nproc-per-node N -m examples.engine` splits the model over N ranks.
+"""
 
 import argparse
 import os
@@ -10,6 +13,7 @@ import time
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
+import torch.distributed as dist
 
 import triton_kv as tkv
 
@@ -23,11 +27,10 @@ PROMPTS = (
     "What is the capital of France?",
     "Explain in three sentences why the sky is blue.",
     "Write a short poem about a library that never closes, and about the person who sweeps its floor at night.",
-    "Here is a note from an engineer. 'Our server keeps the keys and values of all tokens that it has seen in a large "
-    "table of blocks. We had to choose the size of that table before we recorded the work of the GPU, and had to guess "
-    "how much memory the recording would take. When we guessed too low, gigabytes lay idle for months. When we guessed "
+    "Here is a note from an engineer. 'We had to choose the size of our cache before we recorded the work of the GPU, "
+    "and to guess what the recording would take. When the guess was low, gigabytes lay idle for months. When it was "
     "too high, the server crashed while it started, always on the busiest machine. Now we reserve addresses for the "
-    "largest table there could be, put memory behind a single block, record everything, look at what is left, and only "
+    "largest cache there could be, put memory behind a single block, record everything, look at what is left, and only "
     "then put memory behind the rest.' Summarise the note in two sentences.",
 )
 
@@ -53,11 +56,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--memory-budget", type=parse_bytes, help="most memory the cache may take (1GiB on a CPU)")
     parser.add_argument("--prompt", action="append", help="a user message; repeat it to serve several at once")
     parser.add_argument("--max-new-tokens", type=positive, default=64, help="of each prompt (%(default)s)")
-    parser.add_argument(
-        "--max-tokens-per-step", type=positive, help="cuts longer prompts (128 on a CPU, 2048 on a GPU)"
-    )
+    parser.add_argument("--max-tokens-per-step", type=positive, help="cuts longer prompts (128 on a CPU, else 2048)")
     parser.add_argument("--layout", default="LTBNHD", help="order of the cache's dimensions (%(default)s)")
     parser.add_argument("--legacy", action="store_true", help="guess the size and commit all of it before capture")
+    parser.add_argument("--max-seq-tokens", type=positive, help="demand room for sequences of this length")
     parser.add_argument("--num-blocks", type=positive, help="this many blocks instead of the plan's or the guess")
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     parser.add_argument("--seed", type=int, default=0, help="of sampling and of --shuffle-blocks")
@@ -66,36 +68,42 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def serve(arguments: argparse.Namespace) -> None:
-    display, on_gpu, budget_bytes = Display(), arguments.device == "cuda", arguments.memory_budget
+    on_gpu, budget_bytes = arguments.device == "cuda", arguments.memory_budget
     path = find_model(arguments.model)
-    memory = (
-        tkv.open_memory(torch.device("cuda", 0)) if on_gpu else tkv.HostMemory(budget_bytes=budget_bytes or 1 << 30)
-    )
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
+    memory = tkv.open_memory(device) if on_gpu else tkv.HostMemory(budget_bytes=budget_bytes or 1 << 30)
+    group, rank, num_ranks = None, 0, int(os.environ.get("WORLD_SIZE", 1))
+    if num_ranks > 1:
+        if on_gpu:
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+        group, rank = dist.group.WORLD, dist.get_rank()
+    display = Display(quiet=rank > 0)
     display.line(f"opening {path.name}")
     file = GGUFModel(path)
     tokenizer, config, dtype = ChatTokenizer(file), file.config, torch.bfloat16 if on_gpu else torch.float32
+    config = config.split(num_ranks)
     block_bytes = config.kv_bytes_per_token(dtype) * EngineOptions.block_size
     options = EngineOptions(
         layout=arguments.layout,
         max_seqs=16 if on_gpu else 8,
         max_tokens=arguments.max_tokens_per_step or (2048 if on_gpu else 128),
-        # A budget is for the cache alone; a GPU is shared with everything else that runs there.
+        # A budget is for the cache alone and bounds what may be committed; a GPU is shared with all else there.
         utilization=0.92 if on_gpu else 1.0,
         headroom_bytes=150 << 20 if on_gpu else 0,
+        capacity=max(budget_bytes // block_bytes, 1) if on_gpu and budget_bytes else None,
+        max_seq_tokens=arguments.max_seq_tokens,
         legacy=arguments.legacy,
         num_blocks=arguments.num_blocks,
-        capacity=max(budget_bytes // block_bytes, 1)
-        if on_gpu and budget_bytes
-        else None,  # bounds what may be committed
         shuffle_seed=arguments.seed if arguments.shuffle_blocks else None,
         sample_seed=arguments.seed,
     )
     engine = Engine(memory, options, display.stage)
     try:
-        with engine.stage("load") as notes, display.bar(f"loading {path.name}") as update:
-            weights = file.weights(dtype, arguments.device, update)
+        with engine.ledger.stage("weights") as notes:
+            weights = file.weights(dtype, str(device), display.progress(f"loading {path.name}"), rank, num_ranks)
             notes.append(f"{weights.num_bytes / (1 << 20):.0f} MiB of weights")
-        engine.start(Llama(config, weights))
+        engine.start(Llama(config, weights, group))
         requests = []
         for prompt in arguments.prompt or PROMPTS:
             ids = tokenizer.encode_chat(prompt)
@@ -111,6 +119,8 @@ def serve(arguments: argparse.Namespace) -> None:
         display.summary(engine, requests, time.perf_counter() - started, num_steps)
     finally:
         engine.close()
+        if group is not None:
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

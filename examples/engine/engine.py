@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 import triton_kv as tkv
 
@@ -17,6 +16,9 @@ from .model import Llama
 from .runner import ModelRunner, sample
 from .scheduler import Request, Scheduler
 
+logger = logging.getLogger(__name__)
+OnStage = Callable[[tkv.StageRecord], None]
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -24,6 +26,7 @@ class EngineOptions:
     block_size: int = 16  # tokens
     max_seqs: int = 16  # in one step
     max_tokens: int = 2048  # in one step; longer prompts are cut into chunks
+    max_seq_tokens: int | None = None  # demanded of the cache; None: the model's context, or what fits
     graph_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)  # decode batch sizes captured on a GPU
     legacy: bool = False  # commit everything before capture, as an engine without reserved addresses must
     num_blocks: int | None = None  # instead of the plan's
@@ -34,93 +37,62 @@ class EngineOptions:
     sample_seed: int = 0
 
 
-class Stage(NamedTuple):
-    """A finished start-up stage, as measured at its end."""
-
-    name: str
-    note: str
-    seconds: float
-    free_bytes: int  # of the device, or of the budget where one was given
-    num_blocks: int  # committed in the cache
-    mapped_bytes: int  # physical memory of the cache
-
-
 class Engine:
     """Serves requests from a cache that is reserved first, captured into graphs, and sized from what is really left.
 
-    `start` brings it up, `add` queues a request at any time, each `step` computes the next tokens of all that run.
+    `start` brings it up, `add` queues a request at any time, each `step` computes the next tokens of all that run. With
+    a model that is one rank of several, every rank runs an engine and makes the same calls with the same requests.
     """
 
     cache: tkv.KVCache
+    plan: tkv.Plan
     runner: ModelRunner
     scheduler: Scheduler
 
-    def __init__(
-        self, memory: tkv.VirtualMemory, options: EngineOptions, on_stage: Callable[[Stage], None] = lambda stage: None
-    ) -> None:
-        self.memory, self.options, self._on_stage = memory, options, on_stage
-        self.stages: list[Stage] = []
+    def __init__(self, memory: tkv.VirtualMemory, options: EngineOptions, on_stage: OnStage | None = None) -> None:
+        self.memory, self.options = memory, options
+        self.ledger = tkv.MemoryLedger(memory=memory, on_stage=on_stage)
         self._num_requests = 0
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[list[str]]:
-        """Times the body and reads memory after it; what the body appends to the list yielded is the stage's note."""
-        notes: list[str] = []
-        started = time.perf_counter()
-        yield notes
-        with self.memory.activate():
-            self.memory.synchronize()
-            free_bytes, _ = self.memory.memory_info()
-        cache, seconds = getattr(self, "cache", None), time.perf_counter() - started
-        held = (cache.num_blocks, cache.mapped_bytes) if cache else (0, 0)
-        self.stages.append(Stage(name, "; ".join(notes), seconds, free_bytes, *held))
-        self._on_stage(self.stages[-1])
 
     def start(self, model: Llama) -> None:
         """From weights in memory to an engine that serves; the order is the point of the whole package."""
-        options, config, max_seqs, max_tokens = (
-            self.options,
-            model.config,
-            self.options.max_seqs,
-            self.options.max_tokens,
-        )
-        sizes = {"block_size": options.block_size, "context_tokens": config.context_tokens}
-        self.runner = ModelRunner(model, max_seqs=max_seqs, max_tokens=max_tokens, **sizes)
-        with self.stage("reserve") as notes:
+        options, config, ledger = self.options, model.config, self.ledger
+        sizes = {"block_size": options.block_size, "max_seqs": options.max_seqs, "max_tokens": options.max_tokens}
+        self._group = model.group
+        self.runner = ModelRunner(model, context_tokens=config.context_tokens, **sizes)
+        with ledger.stage("first block") as notes:
             self.cache = self._reserve(model, options.capacity)
-            notes.append(f"{self.cache.capacity} blocks, {self.cache.reserved_bytes / 2**30:.2f} GiB of addresses")
-        with self.stage("first block"):
             self.cache.extend(1)
-        with self.stage("profile run") as notes:
+            notes.append(f"{self.cache.capacity} blocks, {self.cache.reserved_bytes / 2**30:.2f} GiB of addresses")
+        with ledger.stage("profile run") as notes:
             self.runner.profile(self.cache)
-            notes.append(f"{max_tokens} tokens, {max_seqs} sequences")
+            notes.append(f"{options.max_tokens} tokens, {options.max_seqs} sequences")
         if options.legacy:
-            with self.stage("guess, commit all") as notes:
-                guess = options.num_blocks or self._plan().num_blocks
+            self.plan = self._make_plan()
+            with ledger.stage("guess, commit all") as notes:
                 self.cache.close()
-                self.cache = self._reserve(model, guess, commit="all")
-                notes.append(f"{guess} blocks before capture")
-        with self.stage("compile kernels"):
-            tkv.compile_kernels(self.cache, config.num_query_heads, max_seqs=max_seqs, max_tokens=max_tokens)
-        with self.stage("capture graphs") as notes:
-            graph_sizes = [size for size in options.graph_sizes if size <= max_seqs and model.device.type == "cuda"]
-            self.runner.capture(self.cache, graph_sizes)
-            notes.append(f"batch sizes {graph_sizes}" if graph_sizes else "none on a CPU")
-        with self.stage("replay graphs"):
-            self.runner.replay_all()
+                self.cache = self._reserve(model, self.plan.num_blocks, commit="all")
+                notes.append(f"{self.plan.num_blocks} blocks before capture")
+        with ledger.stage("compile kernels"):
+            heads = config.num_query_heads
+            tkv.compile_kernels(self.cache, heads, max_seqs=options.max_seqs, max_tokens=options.max_tokens)
+        with ledger.stage("capture") as notes:
+            batches = [size for size in options.graph_sizes if size <= options.max_seqs and model.device.type == "cuda"]
+            self.runner.capture(self.cache, batches)
+            self.runner.replay_all()  # the driver allocates some of a graph's memory only now
+            notes.append(f"batch sizes {batches}" if batches else "no graphs on a CPU")
         if not options.legacy:
-            with self.stage("plan") as notes:
-                plan = self._plan()
-                notes.append(f"{plan.num_blocks} blocks, bound by {plan.bound_by}")
-            with self.stage("extend") as notes:
+            self.plan = self._make_plan()
+            with ledger.stage("extend") as notes:
                 before = self.cache.num_blocks
-                self.cache.extend(options.num_blocks or plan)
+                self.cache.extend(self.plan, group=self._group)
                 notes.append(f"from {before} to {self.cache.num_blocks} blocks")
+        self.plan = replace(self.plan, stages=tuple(ledger.stages))
         allocator = BlockAllocator(self.cache.num_blocks, options.shuffle_seed)
-        self.scheduler = Scheduler(allocator, max_seqs=max_seqs, max_tokens=max_tokens, **sizes)
+        self.scheduler = Scheduler(allocator, context_tokens=self._longest(config.context_tokens), **sizes)
 
     def _reserve(self, model: Llama, capacity: int | None, commit: str | None = None) -> tkv.KVCache:
-        return tkv.KVCache.reserve(
+        cache = tkv.KVCache.reserve(
             tkv.AttentionSpec(model.config.num_kv_heads, model.config.head_dim, model.dtype),
             num_layers=model.config.num_layers,
             block_size=self.options.block_size,
@@ -129,21 +101,39 @@ class Engine:
             memory=self.memory,
             commit=commit,
         )
+        self.ledger.watch(cache)
+        return cache
 
-    def _plan(self) -> tkv.Plan:
+    def _make_plan(self) -> tkv.Plan:
         options = self.options
-        return tkv.plan_blocks(self.cache, utilization=options.utilization, headroom_bytes=options.headroom_bytes)
+        plan = tkv.plan_blocks(
+            self.cache,
+            self.ledger,
+            utilization=options.utilization,
+            headroom_bytes=options.headroom_bytes,
+            num_blocks=options.num_blocks,
+            spare_blocks=1,  # block 0
+        )
+        return plan if self._group is None else plan.agree(self._group)
+
+    def _longest(self, context_tokens: int) -> int:
+        """The longest sequence to accept, read from the plan: what it says fits only now."""
+        asked, fits = self.options.max_seq_tokens or context_tokens, self.plan.longest_sequence_tokens
+        if asked <= fits:
+            return min(asked, context_tokens)
+        text = f"sequences of {asked} tokens do not fit a cache of {self.plan.num_blocks} blocks ({fits} tokens)"
+        if self.options.max_seq_tokens:
+            raise ValueError(f"{text}: ask for shorter ones or give the cache more memory")
+        logger.warning("%s: the limit is lowered to that", text)
+        return fits
 
     def add(
-        self,
-        prompt_ids: Sequence[int],
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        stop_ids: frozenset = frozenset(),
+        self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float = 0.0, stop_ids: Collection[int] = ()
     ) -> Request:
         """Queues a request; it joins the batch when there is room. `ValueError` if it never could."""
         generator = torch.Generator().manual_seed(self.options.sample_seed + self._num_requests)
-        request = Request(self._num_requests, list(prompt_ids), max_new_tokens, temperature, stop_ids, generator)
+        stops = frozenset(stop_ids)
+        request = Request(self._num_requests, list(prompt_ids), max_new_tokens, temperature, stops, generator)
         self.scheduler.add(request)
         self._num_requests += 1
         return request
@@ -158,11 +148,19 @@ class Engine:
         for request, num_tokens in chunks:
             request.num_cached += num_tokens
         requests = [chunks[row].request for row in rows]
-        for request, token in zip(requests, sample(logits[rows], requests) if rows else ()):
+        for request, token in zip(requests, self._sample(logits[rows], requests) if rows else ()):
             request.append(token)
             if request.finish_reason:
                 self.scheduler.leave(request)
         return requests
+
+    def _sample(self, logits: torch.Tensor, requests: list[Request]) -> list[int]:
+        tokens = sample(logits, requests)
+        if self._group is None:
+            return tokens
+        shared = torch.tensor(tokens, device=logits.device)  # the ranks' logits may differ in the last bit
+        dist.broadcast(shared, dist.get_global_rank(self._group, 0), group=self._group)
+        return shared.tolist()
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
         """Greedy continuations of all prompts at once."""

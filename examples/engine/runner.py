@@ -26,8 +26,6 @@ class ModelRunner:
     @torch.inference_mode()
     def profile(self, cache: tkv.KVCache) -> None:
         """The largest step there can be, over block 0: what activations need at most, and all lazy initialisation."""
-        if self.model.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # loading is over: the plan is to count what a step needs
         self._dummy_step(*self._largest, cache).float().softmax(dim=-1)
         self._synchronize()
 

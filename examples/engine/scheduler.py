@@ -94,15 +94,11 @@ class Scheduler:
         if request.temperature < 0:
             raise ValueError(f"the temperature must not be negative, got {request.temperature}")
         asked = f"a prompt of {prompt} tokens and {new} new ones make {prompt + new}"
-        if prompt + new > self._context_tokens:
-            raise ValueError(
-                f"{asked}, the model's context is {self._context_tokens}: shorten the prompt or ask for less"
-            )
         cache_tokens = self._allocator.num_usable * self._block_size
         if prompt + new > cache_tokens:
-            raise ValueError(
-                f"{asked}, the cache holds {cache_tokens}: shorten the prompt or give the cache more memory"
-            )
+            raise ValueError(f"{asked}, the cache holds {cache_tokens}: shorten the prompt or give it more memory")
+        if prompt + new > self._context_tokens:
+            raise ValueError(f"{asked}, the limit is {self._context_tokens}: shorten the prompt or ask for less")
         self.waiting.append(request)
 
     def schedule(self) -> list[Chunk]:

@@ -81,5 +81,5 @@ def test_no_gpu_is_a_clear_error():
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "no CUDA device" in done.stderr

@@ -163,16 +163,16 @@ def test_stages_measure_what_happened(tiny, legacy):
     options = EngineOptions(block_size=4, max_seqs=4, max_tokens=32, legacy=legacy, utilization=1.0, headroom_bytes=0)
     engine = Engine(memory, options, heard.append)
     engine.start(tiny)
-    names = ["reserve", "first block", "profile run"]
+    names = ["first block", "profile run"]
     names += ["guess, commit all"] if legacy else []
-    names += ["compile kernels", "capture graphs", "replay graphs"]
-    names += [] if legacy else ["plan", "extend"]
-    assert [stage.name for stage in engine.stages] == names
-    assert heard == engine.stages
-    for stage in engine.stages:
-        assert stage.free_bytes == (4 << 20) - stage.mapped_bytes, stage
-    blocks = [stage.num_blocks for stage in engine.stages]
-    assert blocks[:3] == [0, 1, 1]
+    names += ["compile kernels", "capture"]
+    names += [] if legacy else ["extend"]
+    assert [stage.name for stage in engine.ledger.stages] == names
+    assert heard == engine.ledger.stages == list(engine.plan.stages)
+    for stage in engine.ledger.stages:
+        assert stage.free_bytes == (4 << 20) - stage.cache_bytes, stage
+    blocks = [stage.num_blocks for stage in engine.ledger.stages]
+    assert blocks[:2] == [1, 1]
     # 4 MiB over 4 segments of 512 bytes a block: 1 MiB each.
     assert engine.cache.num_blocks == blocks[-1] == (4 << 20) // (4 * 512)
     assert blocks[-2] == (blocks[-1] if legacy else 1)
@@ -196,6 +196,23 @@ def test_a_fixed_number_of_blocks_is_honoured(tiny):
 def test_more_blocks_than_fit_is_out_of_memory(tiny):
     with pytest.raises(tkv.OutOfMemory, match="would fit"):
         start(tiny, budget_bytes=1 << 20, num_blocks=513, capacity=1000)
+
+
+def test_a_length_that_no_longer_fits_is_lowered_with_a_warning(tiny, caplog):
+    engine = start(tiny, num_blocks=30)
+    assert "sequences of 256 tokens do not fit a cache of 30 blocks (116 tokens): the limit is lowered" in caplog.text
+    engine.add([1] * 100, 16)
+    engine.close()
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["extensible", "legacy"])
+def test_a_length_that_was_demanded_is_an_error_where_it_does_not_fit(tiny, legacy):
+    with pytest.raises(ValueError, match=r"sequences of 117 tokens do not fit a cache of 30 blocks \(116 tokens\)"):
+        start(tiny, num_blocks=30, max_seq_tokens=117, legacy=legacy)
+    engine = start(tiny, num_blocks=30, max_seq_tokens=100, legacy=legacy)
+    with pytest.raises(ValueError, match="make 101, the limit is 100"):
+        engine.add([1] * 99, 2)
+    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -306,6 +323,9 @@ def test_the_demo_shows_every_stage(smollm):
     assert done.returncode == 0, done.stderr
     for words in ("loading", "of addresses", "first block", "extend", "from 1 to", "[4] ", "tokens/s"):
         assert words in done.stdout, f"{words!r} is not in\n{done.stdout}"
+    end = done.stdout[done.stdout.index("tokens/s") :]
+    for words in ("stage ", "weights", "profile run", "bound by", "kept free for"):
+        assert words in end, f"the plan's table has no {words!r}:\n{end}"
 
 
 @pytest.mark.model

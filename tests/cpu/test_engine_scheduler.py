@@ -147,13 +147,13 @@ def test_a_cache_that_is_too_small_preempts_the_latest_and_finishes_all(num_bloc
     [
         pytest.param(0, 1, 0.0, "needs a prompt and a token to generate, got 0 and 1", id="no prompt"),
         pytest.param(3, 0, 0.0, "needs a prompt and a token to generate, got 3 and 0", id="nothing to generate"),
-        pytest.param(60, 5, 0.0, "60 tokens and 5 new ones make 65, the model's context is 64", id="context"),
+        pytest.param(30, 5, 0.0, "30 tokens and 5 new ones make 35, the limit is 34", id="limit"),
         pytest.param(30, 11, 0.0, "30 tokens and 11 new ones make 41, the cache holds 40", id="cache"),
         pytest.param(3, 3, -1.0, "temperature must not be negative, got -1.0", id="temperature"),
     ],
 )
 def test_a_request_that_cannot_finish_is_refused(prompt, new, temperature, message):
-    scheduler, _ = make_scheduler(num_blocks=11, context_tokens=64)
+    scheduler, _ = make_scheduler(num_blocks=11, context_tokens=34)
     with pytest.raises(ValueError, match=message):
         scheduler.add(Request(0, [1] * prompt, new, temperature))
     assert not scheduler.has_work

@@ -70,7 +70,7 @@ def generate(model, prompts, *, legacy, layout):
         assert engine.cache.check().ok
         assert compiled == [], "something was compiled while serving"
         assert engine.runner.num_replays > NEW_TOKENS // 2
-        captured_at = next(stage.num_blocks for stage in engine.stages if stage.name == "capture graphs")
+        captured_at = next(stage.num_blocks for stage in engine.ledger.stages if stage.name == "capture")
         assert captured_at == (num_blocks if legacy else 1)
         assert engine.cache.num_blocks == num_blocks
         granules = defaultdict(set)
