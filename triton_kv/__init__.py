@@ -9,9 +9,11 @@ Importing it initialises no GPU. docs/design.md has the words, the layouts and t
 """
 
 from triton_kv.attention import paged_attention, paged_attention_reference
+from triton_kv.backends import BackendStatement, groups_from_backends
 from triton_kv.cache import CheckReport, CommittedViews, KVCache
 from triton_kv.compaction import CompactionPlan
 from triton_kv.compilation import compile_kernels
+from triton_kv.configs import specs_from_config
 from triton_kv.errors import (
     AddressSpaceExhausted,
     Asleep,
@@ -31,7 +33,7 @@ from triton_kv.errors import (
 )
 from triton_kv.extensible import ExtensibleTensor, Freed
 from triton_kv.geometry import BufferGeometry, CacheGeometry, PlacedLayer, arrange
-from triton_kv.groups import LayerGroup
+from triton_kv.groups import LayerGroup, equal_groups
 from triton_kv.layer import LayerCache, StateCache
 from triton_kv.layout import CacheLayout
 from triton_kv.ledger import MemoryLedger, MemoryReader, MemoryReading, StageRecord
@@ -65,6 +67,7 @@ __all__ = [
     "AttentionMetadata",
     "AttentionPlan",
     "AttentionSpec",
+    "BackendStatement",
     "BadAccess",
     "BlockTensor",
     "Broken",
@@ -118,8 +121,10 @@ __all__ = [
     "agree",
     "arrange",
     "compile_kernels",
+    "equal_groups",
     "fit_blocks",
     "fit_caches",
+    "groups_from_backends",
     "merge_attention",
     "merge_attention_reference",
     "open_memory",
@@ -127,6 +132,7 @@ __all__ = [
     "paged_attention_reference",
     "plan_blocks",
     "probe",
+    "specs_from_config",
     "write_kv",
     "write_kv_reference",
 ]

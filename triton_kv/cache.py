@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from triton_kv.compaction import CompactionPlan
     from triton_kv.extensible import Freed, Progress
+    from triton_kv.launch import Launch
     from triton_kv.layout import CacheLayout
     from triton_kv.memory import VirtualMemory
     from triton_kv.spec import LayerSpec
@@ -84,7 +85,7 @@ class KVCache:
     @classmethod
     def reserve(
         cls,
-        layers: LayerSpec | Mapping[str, LayerSpec] | LayerGroup | Sequence[LayerGroup],
+        layers: LayerSpec | Mapping[str, LayerSpec | Mapping[str, LayerSpec]] | LayerGroup | Sequence[LayerGroup],
         *,
         block_size: int,
         num_layers: int | None = None,
@@ -105,7 +106,8 @@ class KVCache:
 
         Args:
             layers: what each layer keeps: one spec (with `num_layers`), a mapping of layer name to spec, whose equal
-                specs form a group, or `LayerGroup`s. Layers of one cache share the block numbering.
+                specs form a group, a mapping of group name to such mappings, or `LayerGroup`s. Layers of one cache
+                share the block numbering.
             block_size: tokens a block.
             num_layers: layers of one spec, named `layers.0` and so on.
             capacity: blocks to reserve; by default what the device's total memory could hold.
@@ -267,6 +269,21 @@ class KVCache:
         """What ranks that share block ids must agree on, as JSON that compares as text: see `CacheGeometry`."""
         return self._geometry.signature()
 
+    def describe(self, num_blocks: int | None = None) -> str:
+        """A table for people: groups, layers, layouts, pages, segments, padding, and bytes at some number of blocks.
+
+        `print` it. num_blocks: `None` is what is committed.
+        """
+        return self._geometry.describe(self.num_blocks if num_blocks is None else num_blocks)
+
+    def layout_picture(self, num_blocks: int | None = None, *, form: str = "svg") -> str:
+        """A drawing of segments, blocks and granules, as `form` "svg" or "text": what is mapped at some size.
+
+        num_blocks: `None` is what is committed. Raises `ValueError` for caches too large to draw; `arrange` makes the
+        geometry of a small example without a device.
+        """
+        return self._geometry.layout_picture(self.num_blocks if num_blocks is None else num_blocks, form=form)
+
     @property
     def control(self) -> torch.Tensor:
         """The control block, int32 `[8]` on the device: watermark, error count, first error's kind, row and value."""
@@ -317,12 +334,30 @@ class KVCache:
             )
         return target
 
+    def zero_blocks(self, ids: torch.Tensor | Sequence[int]) -> None:
+        """Zeroes every state of every group in the blocks `ids`, in one launch.
+
+        ids: int32 or int64 `[n]` on the cache's device, contiguous; a list of ints does outside of a capture. Negative
+        ids are skipped; ids at or past the watermark are left alone and counted (see `check`). Queued on the current
+        stream and not waited for; may be captured, and a replay then covers groups that were added since. In buffers
+        that groups share it is the block that is zeroed, whichever group has it.
+
+        Raises `NothingCommitted`, `Closed`, `TypeError` and `ValueError` for what are no ids.
+        """
+        self._store.require_committed()
+        self._store.zeroing.zero_blocks(ids, self._store.control)
+
+    def zero_launches(self) -> list[Launch]:
+        """One launch of each kernel that `extend` and `zero_blocks` can reach, for compiling ahead: none is run."""
+        return self._store.zeroing.launches(self._store.control)
+
     def add_group(self, group: LayerGroup) -> KVCache:
         """Adds layers, in buffers of their own, to a cache that may have blocks already. Returns the cache.
 
         The new buffers are brought to `num_blocks` zeroed blocks before anything shows the layers; from then on they
         grow with the others. All or nothing: after an error the cache is as it was. A capture keeps what it recorded,
-        and `zero_blocks` inside it covers the new layers too. Waits for the zeroing, as `extend` does.
+        and `zero_blocks` inside it covers the new layers too. Waits for the zeroing, as `extend` does, and for the
+        current stream.
 
         Raises `ValueError` for names that the cache has already, for another block size and for what `reserve` refuses,
         `OutOfMemory`, `AddressSpaceExhausted`, `CaptureError`, `Closed`.

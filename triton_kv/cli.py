@@ -1,4 +1,4 @@
-"""`python -m triton_kv doctor`: what this machine has, and what is missing."""
+"""`python -m triton_kv doctor` and `plan`: what this machine has, and how many tokens a model's cache would hold."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from triton_kv.errors import TritonKVError
 from triton_kv.memory import HostMemory, open_memory, probe
+from triton_kv.plan_command import add_plan_command, run_plan
 from triton_kv.version import __version__
 
 
@@ -90,7 +91,10 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="versions, driver, virtual memory support, and what is missing")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    plan = add_plan_command(commands)
     options = parser.parse_args(arguments)
+    if options.command == "plan":
+        return run_plan(plan, options)
     try:
         report = examine()
     except TritonKVError as error:

@@ -23,7 +23,7 @@ from triton_kv.decode import (
 from triton_kv.launch import Launch
 from triton_kv.layer import operands_of
 from triton_kv.scoring import Scoring
-from triton_kv.spec import positive_int
+from triton_kv.spec import AttentionSpec, positive_int
 from triton_kv.writing import write_launch
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def compile_kernels(
     alibi: bool = False,
     batch_invariant: bool = False,
     plan: bool = False,
+    layer: int | str | None = None,
 ) -> int:
     """Compiles and loads the kernels that batches of up to `max_seqs` sequences and `max_tokens` tokens reach.
 
@@ -52,15 +53,21 @@ def compile_kernels(
     Covers `write_kv` (rows of their own, and slices of one fused qkv tensor; int32 and int64 slots) and causal
     `paged_attention` with and without `query_start_loc`, over 16-byte aligned tensors in rows of whole heads. The
     keywords say what the calls will have: a table with `table_rows`, a plan (`AttentionPlan.prepare` is then compiled
-    too), and `paged_attention`'s own. Layers that differ in them (alternating windows) need a call each. The kernel
-    behind `AttentionBuffers.fill` compiles at its first fill (or `dummy`). Launches nothing and does not synchronise.
-    Returns how many launches were compiled; on a CPU there is nothing to do and it returns 0.
+    too), and `paged_attention`'s own. Layers that differ in them (alternating windows) need a call each; `layer` is one
+    of those that a call is for, by default the first that keeps K and V. Zeroing by `extend` and `zero_blocks` is
+    covered too. The kernel behind `AttentionBuffers.fill` compiles at its first fill (or `dummy`). Launches nothing and
+    does not synchronise. Returns how many launches were compiled; on a CPU there is nothing to do and it returns 0.
 
-    Raises `ValueError` for sizes below 1 or heads that are no multiple of the KV heads, and what an op raises on a
-    cache that is closed or has no block.
+    Raises `ValueError` for a cache without K and V, sizes below 1 or heads that are no multiple of the KV heads, and
+    what an op raises on a cache that is closed or has no block.
     """
     max_seqs, max_tokens = positive_int("max_seqs", max_seqs), positive_int("max_tokens", max_tokens)
-    operands = operands_of(cache[0])
+    if layer is None:
+        kept = [place.index for place in cache.geometry.layers if isinstance(place.spec, AttentionSpec)]
+        if not kept:
+            raise ValueError("no layer of this cache keeps K and V: there are no attention kernels to compile for it")
+        layer = kept[0]
+    operands = operands_of(cache[layer])
     if positive_int("num_query_heads", num_query_heads) % operands.num_kv_heads:
         raise ValueError(
             f"num_query_heads {num_query_heads} must be a multiple of the cache's {operands.num_kv_heads} KV heads"
@@ -73,6 +80,7 @@ def compile_kernels(
             *calls.decodes(max_seqs, max_tokens, batch_invariant, plan),
             *calls.prefills(max_seqs, max_tokens),
             *_writes(operands, num_query_heads, max_tokens),
+            *cache.zero_launches(),
         ]
         for launch in launches:
             launch.compile()

@@ -13,9 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from triton_kv.description import describe
 from triton_kv.groups import DEFAULT_ORDER, LayerGroup, block_major, check_names, checked_order, is_hybrid
 from triton_kv.layout import CacheLayout
 from triton_kv.memory.reservation import granule_bytes, round_up
+from triton_kv.picture import picture_as_svg, picture_as_text
 from triton_kv.spec import AttentionSpec, BlockTensor, LayerSpec, positive_int
 
 
@@ -121,6 +123,19 @@ class CacheGeometry:
 
     def layers_of(self, group: str) -> tuple[PlacedLayer, ...]:
         return tuple(layer for layer in self.layers if layer.group == group)
+
+    def describe(self, num_blocks: int) -> str:
+        """A table for people: groups, layers, layouts, pages, segments, padding, and bytes at `num_blocks` blocks."""
+        return describe(self, num_blocks)
+
+    def layout_picture(self, num_blocks: int, *, form: str = "svg") -> str:
+        """A drawing of segments, blocks and granules with `num_blocks` committed, as `form` "svg" or "text".
+
+        For small examples: raises `ValueError` for more blocks or segments than a page can show.
+        """
+        if form not in ("svg", "text"):
+            raise ValueError(f'form must be "svg" or "text", got {form!r}')
+        return picture_as_svg(self, num_blocks) if form == "svg" else picture_as_text(self, num_blocks)
 
     def signature(self) -> str:
         """What ranks that share block ids must agree on, as JSON: block sizes, groups, layers, specs, layouts, pages.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from triton_kv.layout import LETTERS, expand_order
 from triton_kv.spec import AttentionSpec, LayerSpec, MLASpec, StateSpec, positive_int
@@ -95,7 +95,8 @@ def groups_of(layers: object, num_layers: int | None = None) -> tuple[tuple[Laye
     """What `KVCache.reserve` takes, as groups, and the names of all layers in the caller's order.
 
     One spec and a number of layers are `layers.0` and so on. Of a mapping from name to spec, layers with equal specs
-    are a group. Raises `ValueError` or `TypeError` for anything else, and for layers or groups named twice.
+    are a group; a mapping of group name to such mappings names the groups. Raises `ValueError` or `TypeError` for
+    anything else, and for layers or groups named twice.
     """
     if isinstance(layers, (AttentionSpec, StateSpec)) and not isinstance(layers, type):
         if num_layers is None:
@@ -107,6 +108,8 @@ def groups_of(layers: object, num_layers: int | None = None) -> tuple[tuple[Laye
         raise ValueError(f"num_layers {num_layers} goes with one spec only: a mapping or groups name their layers")
     if isinstance(layers, LayerGroup):
         layers = (layers,)
+    if isinstance(layers, Mapping) and layers and all(isinstance(group, Mapping) for group in layers.values()):
+        layers = [LayerGroup(name, members) for name, members in layers.items()]
     if isinstance(layers, Mapping):
         # LayerGroup checks names and specs before anything is compared.
         named = LayerGroup("all", layers)
@@ -131,6 +134,22 @@ def groups_of(layers: object, num_layers: int | None = None) -> tuple[tuple[Laye
         "a cache is reserved for a mapping of layer name to spec, for LayerGroups, or (with num_layers=) for an "
         f"AttentionSpec, not {type(layers).__name__}"
     )
+
+
+def equal_groups(groups: Sequence[LayerGroup]) -> tuple[LayerGroup, ...]:
+    """The groups cut into groups of at most as many layers as the smallest has, so that sharing buffers wastes little.
+
+    Of 36 state layers and 12 attention layers 4 groups of 12 are made: each buffer then serves one layer of each, and
+    a block of any group fills all of them. A group that does not divide leaves its last one short.
+    """
+    size = min(len(group.names) for group in groups)
+    cut = []
+    for group in groups:
+        pairs = list(dict(group.layers).items())
+        for number, first in enumerate(range(0, len(pairs), size)):
+            name = group.name if len(pairs) <= size else f"{group.name}.{number}"
+            cut.append(replace(group, name=name, layers=dict(pairs[first : first + size])))
+    return tuple(cut)
 
 
 def kind_of(spec: LayerSpec) -> str:

@@ -37,6 +37,7 @@ from triton_kv.memory.poison import POISON
 from triton_kv.memory.transaction import Transaction
 from triton_kv.sizing import GIB, largest_fit
 from triton_kv.stats import CacheStats
+from triton_kv.zeroing import Zeroing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,7 +48,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONTROL_WORDS = 8  # int32: watermark, error count, first error's kind, row, value, then zeros
-ERROR_KINDS = {0: "none", 1: "block id read by attention", 2: "slot written", 3: "block copied"}
+ERROR_KINDS = {
+    0: "none",
+    1: "block id read by attention",
+    2: "slot written",
+    3: "block copied",
+    4: "block zeroed",
+}
 
 
 class CheckReport(NamedTuple):
@@ -74,6 +81,15 @@ class StoredBuffer(NamedTuple):
 
     buffer: ExtensibleTensor
     block_bytes: int
+
+
+def _segments(buffers: Sequence[StoredBuffer]) -> list[tuple[int, int]]:
+    """Address and bytes a block of every segment."""
+    return [
+        (buffer.address_of(segment), block_bytes)
+        for buffer, block_bytes in buffers
+        for segment in range(buffer.num_segments)
+    ]
 
 
 class MemoryChange(NamedTuple):
@@ -163,6 +179,8 @@ class BlockStore:
         self.control = torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=memory.device)
         if self._stream is not None:
             torch.cuda.current_stream(memory.device).synchronize()
+        self.zeroing = Zeroing(memory, self._stream)
+        self.zeroing.table.set(_segments(self.buffers))
         self._share_pools()
         self._errors = ErrorPoll(self.control, self._stream)
         self._set_watermark(0)
@@ -311,8 +329,7 @@ class BlockStore:
                         if self._alias == "on":
                             self._take_out_aliases(transaction)
                         self._set("_alias", "no", transaction)
-                        for buffer, block_bytes in self.buffers:
-                            buffer.grow_(target * block_bytes, transaction, paced=paced)
+                        self._grow(target, transaction, paced=paced)
                     self.memory.wait()  # zeroed before the watermark moves
                     self._announce(MemoryChange("after", before, target, self.epoch), transaction)
                     prepared = True
@@ -335,6 +352,15 @@ class BlockStore:
                 self.mapped_bytes / GIB,
                 (time.perf_counter() - started) * 1e3,
             )
+
+    def _grow(self, target: int, transaction: Transaction, *, paced: bool) -> None:
+        """Maps the new blocks of all buffers and queues their zeroing: short ranges of all of them in one launch."""
+        first, count = self.num_blocks, target - self.num_blocks
+        for buffer, block_bytes in self.buffers:
+            later = self.zeroing.takes(count * block_bytes)
+            buffer.grow_(target * block_bytes, transaction, zero_new=not later, paced=paced)
+        transaction.undo(self.memory.wait)  # a failure must not unmap what a kernel that did start is still writing
+        self.zeroing.zero_new(first, count)
 
     def _fits_one_granule(self, num_blocks: int) -> bool:
         return all(num_blocks * block_bytes <= self.memory.granularity for _, block_bytes in self.buffers)
@@ -362,6 +388,7 @@ class BlockStore:
                     for buffer, block_bytes in buffers:
                         buffer.grow_(self.num_blocks * block_bytes, transaction)
                     self.memory.wait()
+                    self._show_segments([*self.buffers, *buffers], transaction)
                     publish()
             except DriverError as error:
                 if not error.out_of_memory:
@@ -528,6 +555,9 @@ class BlockStore:
                     self._announce(MemoryChange("before", self.num_blocks, remaining, epoch), transaction)
                     if all_asleep:
                         self._publish(0, transaction)
+                    gone = {*self._asleep, *chosen}
+                    awake = [stored for index, stored in enumerate(self.buffers) if index not in gone]
+                    self._show_segments(awake, transaction)  # a captured `zero_blocks` may run while some groups sleep
                     self._wait_for(after)
                     copies = self._save(nap, pinned, blocks, chosen)
                     self._set("epoch", epoch, transaction)
@@ -615,6 +645,9 @@ class BlockStore:
                     for copy in copies:
                         copy.restore()
                     self.memory.wait()
+                    gone = self._asleep.keys() - chosen
+                    awake = [stored for index, stored in enumerate(self.buffers) if index not in gone]
+                    self._show_segments(awake, transaction)
                     report = WakeReport(
                         target, sum(copy.num_bytes for copy in copies), mapped - started, time.perf_counter() - mapped
                     )
@@ -730,6 +763,11 @@ class BlockStore:
         )
 
     # Steps of every change.
+
+    def _show_segments(self, buffers: Sequence[StoredBuffer], transaction: Transaction) -> None:
+        """Which segments `zero_blocks` covers from now on, in graphs captured before as well."""
+        transaction.undo(self.zeroing.table.set, self.zeroing.table.segments)
+        self.zeroing.table.set(_segments(buffers))
 
     def _share_pools(self) -> None:
         """When memory runs out for one buffer, the spare handles of all go."""

@@ -1,7 +1,9 @@
 """Layers of many kinds in one cache: specs, views, groups, shared and packed buffers, late groups, bad input."""
 
 import json
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -159,6 +161,40 @@ def test_groups_share_buffers_and_a_block_belongs_to_one_of_them():
                 assert (cache[name].kv[:, block] == 10 * block + int(name[-1])).all()
 
 
+def test_a_window_group_holds_its_last_blocks_only():
+    """Groups that share buffers have tables of their own: the window's lost blocks serve the full group meanwhile."""
+    tokens, window, scale = 150, 20, 0.25
+    torch.manual_seed(0)
+    k, v = (torch.randn(2, tokens, 2, 16) for _ in range(2))  # of the full layer, and of the window's
+    q = torch.randn(1, 4, 16)
+    lengths = torch.tensor([tokens], dtype=torch.int32)
+    layers = {"full": {"f": ATTENTION}, "window": {"w": WINDOW}}
+    with reserve(layers, shared_by="groups", layout="LBTNHD", capacity=12) as cache:
+        cache.extend(12)
+        full, last = list(range(10)), [-1] * 8 + [10, 11]  # 10 blocks of 16 tokens, of which a window of 20 meets two
+        outs = []
+        for index, (name, table, back) in enumerate([("f", full, None), ("w", last, window)]):
+            slots = torch.tensor([table[t // 16] * 16 + t % 16 if table[t // 16] >= 0 else -1 for t in range(tokens)])
+            tkv.write_kv(k[index], v[index], cache[name], slots)
+            metadata = tkv.AttentionMetadata(
+                block_table=torch.tensor([table], dtype=torch.int32),
+                seq_lens=lengths,
+                query_start_loc=None,
+                slot_mapping=slots[-1:],
+                num_tokens=1,
+                num_seqs=1,
+                max_query_len=1,
+            )
+            outs.append((cache[name], metadata, back))
+        for index, (layer, metadata, back) in enumerate(outs):
+            found = tkv.paged_attention(q, layer, metadata, scale=scale, window=back)
+            first = 0 if back is None else tokens - back
+            keys, values = (x[index, first:].repeat_interleave(2, 1).double() for x in (k, v))
+            weights = torch.softmax(torch.einsum("hd,thd->ht", q[0].double(), keys) * scale, -1)
+            expected = torch.einsum("ht,thd->hd", weights, values)
+            torch.testing.assert_close(found[0].double(), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_shared_buffer_has_the_least_page_that_fits_and_says_what_it_wastes():
     groups = [
         tkv.LayerGroup("attention", {"a.0": WIDE, "a.1": WIDE}),
@@ -170,6 +206,54 @@ def test_a_shared_buffer_has_the_least_page_that_fits_and_says_what_it_wastes():
         assert cache["m.0"].states[1].stride(0) == 8192 // 4
     # A page of 16 * 8192 + 16384 bytes would fit both only as a common multiple; the least that holds both does.
     assert cache.geometry.block_bytes == 2 * 8192
+
+
+def test_a_64_kib_page_beside_an_8_kib_page():
+    attention = tkv.AttentionSpec(num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)  # 16 x 8 x 256 x 2 = 64 KiB
+    state = tkv.MambaSpec([("ssm", (2048,), torch.float32)])
+    groups = {"attention": {"a": attention}, "mamba": {"m": state}}
+    with reserve(groups) as cache:
+        assert cache.block_bytes == (64 << 10) + (8 << 10)
+        assert cache.padding_bytes == {"attention": 0, "mamba": 0}
+        assert cache.mapped_bytes_at(60) == 60 * (72 << 10)
+    with reserve(groups, shared_by="groups") as cache:
+        assert cache.block_bytes == 64 << 10
+        assert cache.padding_bytes == {"attention": 0, "mamba": 56 << 10}
+        assert cache.mapped_bytes_at(60) == 60 * (64 << 10)
+
+
+def test_layers_of_one_group_that_share_a_buffer_are_one():
+    """Models whose later layers read an earlier layer's K and V."""
+    with reserve({"a": ATTENTION, "b": ATTENTION, "c": ATTENTION}, shared_by=[["a", "c"]]) as cache:
+        cache.extend(3)
+        cache["a"].k[2] = 5
+        assert (cache["c"].k[2] == 5).all()
+        assert not cache["b"].k[2].any()
+        assert cache.block_bytes == 2 * 4096
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"packed": True}, {"shared_by": "groups"}, {"shared_by": "groups", "packed": True}, {"dense": True}],
+    ids=["apart", "packed", "shared", "shared_and_packed", "dense"],
+)
+def test_committed_views_are_the_layers_own(options):
+    """Storages that end with the committed bytes: they can be cloned whole, also at the very end of what is mapped."""
+    groups = {"attention": {"a": ATTENTION, "b": WIDE}, "state": {"m": MAMBA, "own": Codebook(5)}}
+    with reserve(groups, **options) as cache:
+        cache.extend(7)
+        owner = "state" if "shared_by" in options else None
+        for place in cache.geometry.layers:
+            layer = cache[place.name]
+            views = [layer.k, layer.v] if isinstance(layer, tkv.LayerCache) else list(layer.states)
+            if owner in (None, place.group):
+                for number, view in enumerate(views):
+                    view[:7] = torch.arange(7).to(view.dtype).view(-1, *[1] * (view.dim() - 1)) + number
+            for view, committed in zip(views, cache.committed(place.name)):
+                assert torch.equal(view[:7].contiguous().view(torch.uint8), committed.contiguous().view(torch.uint8))
+                storage = committed.untyped_storage()
+                torch.tensor([], dtype=torch.uint8).set_(storage).clone()
+                assert committed.data_ptr() == view.data_ptr()
 
 
 def test_packed_blocks_hold_all_pages_side_by_side():
@@ -237,6 +321,98 @@ def test_a_group_added_later_has_the_same_prefix():
     assert (memory.live.handles, memory.live.mappings) == (0, 0)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["apart", "packed"])
+def test_blocks_that_come_back_are_zero_in_every_state(packed):
+    layers = {"a": ATTENTION, "m": MAMBA, "l": MLA, "own": Codebook(5)}
+    with reserve(layers, packed=packed, layout="LBTNHD") as cache:
+        cache.extend(9)
+        views = [view for layer in cache for view in ((layer.k, layer.v) if layer.name == "a" else layer.states)]
+        for view in views:
+            view[:9].view(torch.uint8).fill_(0xFF)
+        cache.shrink(2)
+        assert cache.mapped_bytes >= cache.mapped_bytes_at(2)
+        cache.extend(12)
+        for view in views:
+            assert not view[2:12].contiguous().view(torch.uint8).any()
+            assert (view[:2].contiguous().view(torch.uint8) == 0xFF).all()
+
+
+def test_the_table_of_segments_leaves_out_groups_that_sleep():
+    """A captured `zero_blocks` may be replayed while a group sleeps: it must not touch what is not mapped."""
+    driver = tkv.HostMemory(PAGE)
+    faulty = tkv.FaultyMemory(driver)
+    with reserve({"a": ATTENTION, "m": MAMBA, "l": MLA}, faulty) as cache:
+        cache.extend(9)
+        table = cache._store.zeroing.table
+        everything = list(table.segments)
+        attention = everything[:1]
+        cache.sleep(groups=["attention"])
+        assert table.segments == everything[1:]
+        faulty.fail("create")
+        with pytest.raises(tkv.TritonKVError):
+            cache.wake()
+        assert table.segments == everything[1:]
+        cache.sleep(groups=["mamba"])
+        assert len(table.segments) == len(everything) - 2
+        cache.wake(groups=["attention"])
+        assert table.segments[:1] == attention
+        cache.wake()
+        assert table.segments == everything
+        cache.zero_blocks([8])
+        for _ in range(20):  # old tables are dropped, the newest is what the header names
+            cache.sleep()
+            assert table.segments == []
+            cache.wake()
+        assert len(table._tables) <= 8
+        assert int(table.header[0]) == table._tables[-1].data_ptr()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["apart", "packed"])
+def test_zero_blocks_covers_every_state_and_nothing_else(packed):
+    with reserve({"a": ATTENTION, "m": MAMBA, "l": MLA, "own": Codebook(5)}, packed=packed, layout="LBTNHD") as cache:
+        cache.extend(9)
+        cache.add_group(tkv.LayerGroup("late", {"b": WIDE}))
+
+        def views() -> list[torch.Tensor]:
+            return [
+                view
+                for layer in cache
+                for view in ((layer.k, layer.v) if isinstance(layer, tkv.LayerCache) else layer.states)
+            ]
+
+        for view in views():
+            view[:9] = 1
+        cache.zero_blocks(torch.tensor([8, -1, 3, -5, 3], dtype=torch.int32))
+        for view in views():
+            assert not view[[3, 8]].any()
+            assert (view[[0, 1, 2, 4, 5, 6, 7]] == 1).all()
+        cache.zero_blocks([0])
+        cache.zero_blocks([])
+        assert not any(view[0].any() for view in views())
+        assert cache.check().ok
+        cache.zero_blocks([1, 9, 70])
+        assert cache.check() == (2, "block zeroed", 1, 9)
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        (torch.zeros(1), TypeError, "must be int32 or int64, got torch.float32"),
+        (torch.zeros(2, 2, dtype=torch.int32), ValueError, r"must be 1-D and contiguous, got \(2, 2\)"),
+        (torch.zeros(8, dtype=torch.int32)[::2], ValueError, "1-D and contiguous"),
+        (torch.zeros(1, dtype=torch.int32, device="meta"), ValueError, "ids are on meta, but the cache is on cpu"),
+    ],
+    ids=["float", "2d", "strided", "device"],
+)
+def test_ids_that_are_none(ids, error, message):
+    with reserve({"a": ATTENTION}) as cache:
+        with pytest.raises(tkv.NothingCommitted):
+            cache.zero_blocks([0])
+        cache.extend(2)
+        with pytest.raises(error, match=message):
+            cache.zero_blocks(ids)
+
+
 @pytest.mark.parametrize("call", ["reserve", "create", "map", "set_access"])
 def test_a_group_that_cannot_be_added_leaves_the_cache_as_it_was(call):
     driver = tkv.HostMemory(PAGE, 64 << 20)
@@ -281,6 +457,48 @@ def test_signature_is_what_ranks_must_agree_on():
         signature(layout="LBTHND"),
     ]
     assert len({first, *others}) == 1 + len(others)
+
+
+def test_attention_reads_and_writes_hybrid_padded_and_packed_layers():
+    """The ops take every layout's strides: equal to a cache of attention alone, bit for bit."""
+    groups = [
+        tkv.LayerGroup("mamba", {"m": MAMBA}),
+        tkv.LayerGroup("attention", {"a": ATTENTION, "b": ATTENTION}, page_bytes=4096 + 64),
+    ]
+    k, v, q = (torch.randn(37, heads, 16) for heads in (2, 2, 4))
+    blocks = [5, 2, 8]
+    slots = torch.tensor([blocks[token // 16] * 16 + token % 16 for token in range(37)])
+    metadata = tkv.AttentionMetadata(
+        block_table=torch.tensor([blocks], dtype=torch.int32),
+        seq_lens=torch.tensor([37], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 37], dtype=torch.int32),
+        slot_mapping=slots,
+        num_tokens=37,
+        num_seqs=1,
+        max_query_len=37,
+    )
+    results = []
+    for layers, options in (
+        ({"m": ATTENTION, "b": ATTENTION}, {}),
+        (groups, {}),
+        (groups, {"packed": True}),
+        (groups, {"shared_by": "groups"}),
+    ):
+        with reserve(layers, **options) as cache:
+            cache.extend(9)
+            tkv.write_kv(k, v, cache["b"], slots)
+            results.append(tkv.paged_attention(q, cache["b"], metadata))
+    assert all(torch.equal(results[0], result) for result in results[1:])
+
+
+def test_kernels_are_compiled_for_the_first_layer_with_k_and_v():
+    with reserve({"m": MAMBA, "a": ATTENTION, "w": WIDE}) as cache:
+        cache.extend(1)
+        assert tkv.compile_kernels(cache, 8, max_seqs=2, max_tokens=8) == 0  # on a CPU
+        with pytest.raises(ValueError, match="num_query_heads 6 must be a multiple of the cache's 4 KV heads"):
+            tkv.compile_kernels(cache, 6, max_seqs=2, max_tokens=8, layer="w")
+    with reserve({"m": MAMBA}) as cache, pytest.raises(ValueError, match="no layer of this cache keeps K and V"):
+        tkv.compile_kernels(cache.extend(1), 8, max_seqs=2, max_tokens=8)
 
 
 def test_ops_refuse_states():
@@ -452,3 +670,13 @@ BAD = {
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_the_page_about_states_runs(capsys):
+    text = (Path(__file__).parents[2] / "docs" / "states.md").read_text()
+    names: dict[str, object] = {"__name__": "states"}
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, names)
+    assert "LBTNHD" in capsys.readouterr().out

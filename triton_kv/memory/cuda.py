@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -189,6 +189,11 @@ class CudaMemory:
 
             with torch.cuda.device(self.device), torch.cuda.stream(self.copy_stream):
                 zero_ranges(address, num_bytes, stride=stride, count=count, device=self.device)
+
+    def enqueue(self, work: Callable[[], object]) -> None:
+        """Call `work`, whose kernels then run on the stream of the fills, in order with them."""
+        with self.activate(), torch.cuda.device(self.device), torch.cuda.stream(self.copy_stream):
+            work()
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
         if num_bytes > 0:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 from triton_kv.errors import AddressSpaceExhausted, DriverError
 from triton_kv.memory.protocol import VirtualMemory
@@ -109,6 +111,17 @@ class FaultyMemory(WrappedMemory):
     def unmap(self, address: int, num_bytes: int) -> None:
         self._pass("unmap")
         super().unmap(address, num_bytes)
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        if name != "enqueue":
+            return found
+
+        def enqueue(work: Callable[[], object]) -> None:
+            self._pass("fill")  # it zeroes, as a fill does
+            found(work)
+
+        return enqueue
 
     def fill(self, address: int, num_bytes: int, value: int = 0, *, stride: int = 0, count: int = 1) -> None:
         self._pass("fill")

@@ -1,0 +1,124 @@
+"""A cache's groups as a table for people: what each keeps, what it wastes, and its bytes at some number of blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from triton_kv.spec import AttentionSpec, MLASpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from triton_kv.geometry import CacheGeometry
+
+COLUMNS = ("group", "layers", "layout", "page bytes", "segments", "padding bytes", "bytes at {}")
+
+
+def group_rows(geometry: CacheGeometry, num_blocks: int) -> list[dict[str, Any]]:
+    """One entry a group: sizes in bytes, of one block where they say `page` or `padding`.
+
+    `mapped_bytes` counts whole granules of every buffer that holds layers of the group; a buffer that several groups
+    share counts in each, and `shared` says so.
+    """
+    rows = []
+    for group in geometry.groups:
+        layers = geometry.layers_of(group.name)
+        mine = sorted({layer.buffer for layer in layers})
+        others = {layer.buffer for layer in geometry.layers if layer.group != group.name}
+        rows.append(
+            {
+                "group": group.name,
+                "layers": [layer.name for layer in layers],
+                "layouts": sorted({layer.order for layer in layers}),
+                "block_size": layers[0].block_size,
+                "page_bytes": sorted({layer.page_bytes for layer in layers}),
+                "segments": sum(geometry.buffers[buffer].num_segments for buffer in mine),
+                "padding_bytes": geometry.padding_bytes[group.name],
+                "mapped_bytes": sum(
+                    geometry.buffers[buffer].mapped_bytes_at(num_blocks, geometry.granularity) for buffer in mine
+                ),
+                "shared": bool(others & set(mine)),
+            }
+        )
+    return rows
+
+
+def describe(geometry: CacheGeometry, num_blocks: int) -> str:
+    """The table of `KVCache.describe`."""
+    mapped = geometry.mapped_bytes_at(num_blocks)  # checks num_blocks
+    rows = group_rows(geometry, num_blocks)
+    cells = [[column.format(f"{num_blocks} blocks") for column in COLUMNS]]
+    for row in rows:
+        names = row["layers"]
+        cells.append(
+            [
+                row["group"],
+                names[0] if len(names) == 1 else f"{len(names)}: {names[0]} to {names[-1]}",
+                ", ".join(row["layouts"]),
+                ", ".join(f"{size}" for size in row["page_bytes"]),
+                f"{row['segments']}",
+                f"{row['padding_bytes']}",
+                f"{row['mapped_bytes']}" + (" *" if row["shared"] else ""),
+            ]
+        )
+    padding = sum(geometry.padding_bytes.values())
+    segments = sum(buffer.num_segments for buffer in geometry.buffers)
+    cells.append(["total", f"{len(geometry.layers)}", "", f"{geometry.block_bytes}", f"{segments}", f"{padding}"])
+    cells[-1].append(f"{mapped}")
+    lines = _aligned(cells)
+    lines.insert(len(lines) - 1, "-" * max(map(len, lines)))
+    if any(row["shared"] for row in rows):
+        lines.append("* in buffers that several groups share; the total counts them once")
+    return "\n".join(lines)
+
+
+def tokens_of_one_sequence(geometry: CacheGeometry, num_blocks: int) -> int:
+    """The longest sequence that `num_blocks` blocks hold.
+
+    Where groups share buffers each takes blocks of its own: a full-attention or MLA group one for every `block_size`
+    tokens, a window no more than reach into it, a state one. Else one block holds all layers of `block_size` tokens.
+    """
+    shared = {row["group"] for row in group_rows(geometry, 1) if row["shared"]}
+    overlaid = [layer for layer in geometry.layers if layer.group in shared and _overlaid(geometry, layer.buffer)]
+    if not overlaid:
+        return num_blocks * geometry.block_size
+    one_of_each = {layer.group: layer for layer in geometry.layers}.values()
+
+    def blocks_for(tokens: int) -> int:
+        total = 0
+        for layer in one_of_each:
+            whole = -(-tokens // layer.block_size)
+            if isinstance(layer.spec, AttentionSpec) and layer.spec.window is not None:
+                total += min(whole, -(-(layer.spec.window - 1) // layer.block_size) + 1)
+            elif isinstance(layer.spec, (AttentionSpec, MLASpec)):
+                total += whole
+            else:
+                total += 1
+        return total
+
+    low, high = 0, num_blocks * max(layer.block_size for layer in one_of_each)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if blocks_for(middle) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _overlaid(geometry: CacheGeometry, buffer: int) -> bool:
+    """Whether layers of several groups have one slot in this buffer (packed ones lie side by side)."""
+    places = [(layer.offset_bytes, layer.group) for layer in geometry.layers if layer.buffer == buffer]
+    return len({offset for offset, _ in places}) < len(set(places))
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of one width each; all but the first three hold numbers and go to the right."""
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    return [
+        "  ".join(
+            text.ljust(width) if column < 3 else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in cells
+    ]
