@@ -373,10 +373,15 @@ class ExtensibleTensor:
             progress.finish()
             return progress.freed()
 
+    @property
+    def elastic(self) -> bool:
+        """Whether memory comes and goes; false over plain torch memory, where replacing a handle would gain nothing."""
+        return getattr(self._memory, "elastic", True)
+
     def changes_at(self, bytes_per_segment: int) -> bool:
         """Whether shrinking to this size takes memory out, or replaces it."""
         ranges = self._ranges(0, bytes_per_segment)
-        return bool(self._reservation.unneeded(ranges) or self._reservation.cut(ranges))
+        return bool(self._reservation.unneeded(ranges) or (self.elastic and self._reservation.cut(ranges)))
 
     def shrink_(self, bytes_per_segment: int, transaction: Transaction) -> None:
         """Take out the whole handles beyond a smaller size, for owners of several buffers.
@@ -390,12 +395,12 @@ class ExtensibleTensor:
 
     def cut(self) -> list[Replacement]:
         """What is mapped beyond the committed size, because a handle is needed in part."""
-        jobs = self._reservation.cut(self._ranges(0, self._bytes_per_segment))
+        jobs = self._reservation.cut(self._ranges(0, self._bytes_per_segment)) if self.elastic else []
         return [Replacement(self._reservation, *job) for job in jobs]
 
     def scattered(self) -> list[Replacement]:
         """The segments that several handles back."""
-        jobs = self._reservation.scattered(self._ranges(0, self._bytes_per_segment))
+        jobs = self._reservation.scattered(self._ranges(0, self._bytes_per_segment)) if self.elastic else []
         return [Replacement(self._reservation, *job) for job in jobs]
 
     def settle_(self) -> list[BaseException]:
