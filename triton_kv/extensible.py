@@ -371,7 +371,7 @@ class ExtensibleTensor:
                 self.shrink_(bytes_per_segment, transaction)
                 progress.prepare(self.cut(), transaction)
             progress.finish()
-            return progress.freed()
+            return progress.freed
 
     @property
     def elastic(self) -> bool:
@@ -441,7 +441,7 @@ class ExtensibleTensor:
                 progress.prepare(jobs, transaction)
             progress.finish()
             progress.require_all("coalesce_")
-            return progress.freed()
+            return progress.freed
 
     def release_points(self) -> list[int]:
         """For each handle the size, in bytes per segment, at and below which no segment needs it."""
@@ -545,6 +545,7 @@ class Progress:
         self.buffers = buffers
         self.refused: list[tuple[Replacement, DriverError]] = []
         self.failures: list[BaseException] = []  # handles that the driver would not release
+        self.freed = Freed(0)  # the outcome, once finished
         self._held_before = self._held_bytes()
         self._waiting: list[Replacement] = []
 
@@ -569,9 +570,9 @@ class Progress:
                     raise
                 self.refused.append((job, error))
             self._settle()
+        self.freed = self._count_freed()
 
-    def freed(self) -> Freed:
-        """The outcome of a shrink, with the bytes that stayed although nothing needs them."""
+    def _count_freed(self) -> Freed:
         kept = sum(buffer.stray_bytes + sum(job.num_excess_bytes for job in buffer.cut()) for buffer in self.buffers)
         reasons = [str(error) for _, error in self.refused] + [str(failure) for failure in self.failures]
         return Freed(self._held_before - self._held_bytes(), kept, reasons)

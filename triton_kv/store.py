@@ -844,7 +844,7 @@ class BlockStore:
         finally:
             if any(buffer.broken for buffer in progress.buffers):
                 self._state = "broken"
-        freed = progress.freed()
+        freed = progress.freed
         if freed.kept_bytes:
             logger.warning(
                 "%d bytes stay mapped for now, which a later shrink gives back: %s",
@@ -853,7 +853,7 @@ class BlockStore:
             )
 
     def freed(self, progress: Progress) -> Freed:
-        return progress.freed() if self.elastic else Freed(0)
+        return progress.freed if self.elastic else Freed(0)
 
     def _out_of_memory(self, target: int, operation: str, error: DriverError) -> OutOfMemory:
         free_bytes, _ = self.memory.memory_info()
