@@ -316,14 +316,12 @@ def test_blocks_go_one_by_one_where_no_memory_is_left_to_gather(monkeypatch: pyt
     monkeypatch.setattr("triton_kv.host_copy.should_stage", lambda memory, num_bytes: True)
     monkeypatch.setattr("triton_kv.host_copy.STAGING_BYTES", 5 * G)
     store, model = filled(13)
-    real = torch.empty
-
-    def full(*arguments: object, **options: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError("full")
-
-    monkeypatch.setattr(torch, "empty", full)
+    copies = store.memory.calls["copy"]
+    for _ in range(2):  # the first and the second buffer's staging memory
+        store.memory.fail("create", 1 if store.memory.num_planned == 0 else 2)
     store.sleep(keep="host", live=[1, 5, 6, 9])
-    monkeypatch.setattr(torch, "empty", real)
+    assert store.memory.num_planned == 0
+    assert store.memory.calls["copy"] - copies == 3 * 5, "every run of blocks in every segment"
     store.wake()
     for block in set(range(13)) - {1, 5, 6, 9}:
         model.values[block] = 0
