@@ -274,7 +274,8 @@ class KVCache:
 
         `print` it. num_blocks: `None` is what is committed.
         """
-        return self._geometry.describe(self.num_blocks if num_blocks is None else num_blocks)
+        table = self._geometry.describe(self.num_blocks if num_blocks is None else num_blocks)
+        return table if self.fallback_reason is None else f"{table}\nplain torch memory: {self.fallback_reason}"
 
     def layout_picture(self, num_blocks: int | None = None, *, form: str = "svg") -> str:
         """A drawing of segments, blocks and granules, as `form` "svg" or "text": what is mapped at some size.
@@ -468,10 +469,10 @@ class KVCache:
 
         Args:
             pairs: (source, target) block ids. A tensor, int32 or int64 `[n, 2]` on the cache's device, takes one launch
-                and may be captured (after a first call outside); a pair with a negative id is skipped, one beyond the
-                committed blocks dropped and counted, and no target may be another pair's source or target. A sequence
-                on the host may overlap: it is as if all copies happened at once (by way of a staging buffer where a
-                source is overwritten).
+                and may be captured (after a first call outside, and for the layers of that moment); a pair with a
+                negative id is skipped, one beyond the committed blocks dropped and counted, and no target may be
+                another pair's source or target. A sequence on the host may overlap: it is as if all copies happened
+                at once (by way of a staging buffer where a source is overwritten).
 
         Raises `ValueError` for ids on the host that are not committed or targets named twice, `CaptureError` for a
         sequence while the current stream captures, `NothingCommitted`, `Asleep`, `Closed`.
@@ -538,6 +539,11 @@ class KVCache:
             return self._store.waking(self._buffers_of(groups), confirm=confirm), self._store.blocks_awake
 
         return change_together("wake", group, begin)
+
+    @property
+    def state(self) -> str:
+        """ "open", "asleep" (all of it or some groups), "broken" (a failed change could not be undone) or "closed"."""
+        return self._store.state
 
     @property
     def asleep(self) -> bool:

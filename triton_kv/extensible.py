@@ -371,12 +371,17 @@ class ExtensibleTensor:
                 self.shrink_(bytes_per_segment, transaction)
                 progress.prepare(self.cut(), transaction)
             progress.finish()
-            return progress.freed()
+            return progress.freed
+
+    @property
+    def elastic(self) -> bool:
+        """Whether memory comes and goes; false over plain torch memory, where replacing a handle would gain nothing."""
+        return getattr(self._memory, "elastic", True)
 
     def changes_at(self, bytes_per_segment: int) -> bool:
         """Whether shrinking to this size takes memory out, or replaces it."""
         ranges = self._ranges(0, bytes_per_segment)
-        return bool(self._reservation.unneeded(ranges) or self._reservation.cut(ranges))
+        return bool(self._reservation.unneeded(ranges) or (self.elastic and self._reservation.cut(ranges)))
 
     def shrink_(self, bytes_per_segment: int, transaction: Transaction) -> None:
         """Take out the whole handles beyond a smaller size, for owners of several buffers.
@@ -390,12 +395,12 @@ class ExtensibleTensor:
 
     def cut(self) -> list[Replacement]:
         """What is mapped beyond the committed size, because a handle is needed in part."""
-        jobs = self._reservation.cut(self._ranges(0, self._bytes_per_segment))
+        jobs = self._reservation.cut(self._ranges(0, self._bytes_per_segment)) if self.elastic else []
         return [Replacement(self._reservation, *job) for job in jobs]
 
     def scattered(self) -> list[Replacement]:
         """The segments that several handles back."""
-        jobs = self._reservation.scattered(self._ranges(0, self._bytes_per_segment))
+        jobs = self._reservation.scattered(self._ranges(0, self._bytes_per_segment)) if self.elastic else []
         return [Replacement(self._reservation, *job) for job in jobs]
 
     def settle_(self) -> list[BaseException]:
@@ -436,7 +441,7 @@ class ExtensibleTensor:
                 progress.prepare(jobs, transaction)
             progress.finish()
             progress.require_all("coalesce_")
-            return progress.freed()
+            return progress.freed
 
     def release_points(self) -> list[int]:
         """For each handle the size, in bytes per segment, at and below which no segment needs it."""
@@ -540,6 +545,7 @@ class Progress:
         self.buffers = buffers
         self.refused: list[tuple[Replacement, DriverError]] = []
         self.failures: list[BaseException] = []  # handles that the driver would not release
+        self.freed = Freed(0)  # the outcome, once finished
         self._held_before = self._held_bytes()
         self._waiting: list[Replacement] = []
 
@@ -564,9 +570,9 @@ class Progress:
                     raise
                 self.refused.append((job, error))
             self._settle()
+        self.freed = self._count_freed()
 
-    def freed(self) -> Freed:
-        """The outcome of a shrink, with the bytes that stayed although nothing needs them."""
+    def _count_freed(self) -> Freed:
         kept = sum(buffer.stray_bytes + sum(job.num_excess_bytes for job in buffer.cut()) for buffer in self.buffers)
         reasons = [str(error) for _, error in self.refused] + [str(failure) for failure in self.failures]
         return Freed(self._held_before - self._held_bytes(), kept, reasons)

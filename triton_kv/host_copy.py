@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from triton_kv.blocks import BlockSpans, CopyTable, copy_block_pairs, copy_table
+from triton_kv.errors import DriverError
+from triton_kv.memory.estate import warn
+from triton_kv.memory.reservation import Reservation
+from triton_kv.memory.transaction import Transaction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -81,42 +85,63 @@ class HostCopy:
         self._transfer(to_host=False)
 
     def _transfer(self, *, to_host: bool) -> None:
+        memory, host = self.buffer.memory, self.pinned.address + self.offset_bytes
+        staging = self._staging()
+        if staging is None:
+            for runs in self._batches:
+                for at, device, num_bytes in self._pieces(runs, host):
+                    memory.copy(*((at, device) if to_host else (device, at)), num_bytes)
+                host += self._bytes_of(runs)
+            return
+        try:
+            self._transfer_staged(staging, host, to_host=to_host)
+            memory.wait()
+        finally:
+            try:
+                staging.close()
+            except BaseException as failure:
+                staging.close()  # tries again what failed
+                if not isinstance(failure, DriverError):
+                    raise
+                warn(memory, "the staging memory of a copy could not be given back at once", [failure])
+
+    def _transfer_staged(self, staging: Reservation, host: int, *, to_host: bool) -> None:
         memory = self.buffer.memory
         with torch.cuda.stream(getattr(memory, "copy_stream", None)):
-            staging = self._staging()
-            host = self.pinned.address + self.offset_bytes
-            if staging is None:
-                for runs in self._batches:
-                    for at, device, num_bytes in self._pieces(runs, host):
-                        memory.copy(*((at, device) if to_host else (device, at)), num_bytes)
-                    host += self._bytes_of(runs)
-                return
             # All that waits for the host comes first, so that the link does not.
-            launches = self._gathers(staging, back=not to_host)
-            for runs, gather in zip(self._batches, launches):
+            gathers = self._gathers(staging.view(0, staging.num_bytes), back=not to_host)
+            for runs, gather in zip(self._batches, gathers):
                 num_bytes = self._bytes_of(runs)
                 if to_host:
                     gather()
-                    memory.copy(host, staging.data_ptr(), num_bytes)
+                    memory.copy(host, staging.address, num_bytes)
                 else:
-                    memory.copy(staging.data_ptr(), host, num_bytes)
+                    memory.copy(staging.address, host, num_bytes)
                     gather()
                 host += num_bytes
 
     def _bytes_of(self, runs: Sequence[BlockRun]) -> int:
         return sum(count for _, count in runs) * self.block_bytes * self.buffer.num_segments
 
-    def _staging(self) -> torch.Tensor | None:
-        """Device memory for the largest batch; None where it is not wanted or not there."""
+    def _staging(self) -> Reservation | None:
+        """Device memory for the largest batch; None where it is not wanted or not there.
+
+        Not torch's: its allocator would keep it.
+        """
         if not self._is_staged or not self.num_blocks:
             return None
-        most = max(sum(count for _, count in runs) for runs in self._batches)
-        size = most * self.block_bytes * self.buffer.num_segments
+        size = max(map(self._bytes_of, self._batches))
+        staging = Reservation(self.buffer.memory, size)
         try:
-            return torch.empty(size, dtype=torch.uint8, device=self.buffer.device)
-        except torch.OutOfMemoryError:
+            with Transaction() as transaction:
+                staging.ensure([(0, size)], transaction)
+        except DriverError as error:
+            staging.close()
+            if not error.out_of_memory:
+                raise
             logger.warning("no %d bytes of device memory to gather blocks in: the copies go block by block", size)
             return None
+        return staging
 
     def _gathers(self, staging: torch.Tensor, *, back: bool) -> list[Callable[[], None]]:
         """For each batch the launch that copies its blocks, in all segments, into the staging memory or back."""

@@ -340,7 +340,7 @@ class BlockStore:
             except DriverError as error:
                 if prepared or not error.out_of_memory:
                     raise
-                raise self._out_of_memory(target, f"extend({target})", list(error.undo_failures)) from error
+                raise self._out_of_memory(target, f"extend({target})", error) from error
             self.extends += 1
             for buffer, _ in self.buffers:
                 warn(self.memory, "a handle could not be released yet", buffer.settle_())
@@ -663,7 +663,7 @@ class BlockStore:
             except DriverError as error:
                 if prepared or not error.out_of_memory:
                     raise
-                raise self._out_of_memory(target, "wake()", list(error.undo_failures)) from error
+                raise self._out_of_memory(target, "wake()", error) from error
             for index in chosen:
                 warn(self.memory, "a handle could not be released yet", self.buffers[index].buffer.settle_())
             self._unpin(*copies)
@@ -844,7 +844,7 @@ class BlockStore:
         finally:
             if any(buffer.broken for buffer in progress.buffers):
                 self._state = "broken"
-        freed = progress.freed()
+        freed = progress.freed
         if freed.kept_bytes:
             logger.warning(
                 "%d bytes stay mapped for now, which a later shrink gives back: %s",
@@ -853,9 +853,9 @@ class BlockStore:
             )
 
     def freed(self, progress: Progress) -> Freed:
-        return progress.freed() if self.elastic else Freed(0)
+        return progress.freed if self.elastic else Freed(0)
 
-    def _out_of_memory(self, target: int, operation: str, undo_failures: list[BaseException]) -> OutOfMemory:
+    def _out_of_memory(self, target: int, operation: str, error: DriverError) -> OutOfMemory:
         free_bytes, _ = self.memory.memory_info()
         free_bytes += sum(buffer.pooled_bytes for buffer, _ in self.buffers)
         would_fit = largest_fit(self.mapped_bytes_at, self.mapped_bytes + free_bytes, self.capacity)
@@ -864,9 +864,9 @@ class BlockStore:
             free_bytes,
             would_fit=would_fit,
             unit="blocks",
-            detail=f"{operation} from {self.num_blocks} blocks",
+            detail=f"{operation} from {self.num_blocks} blocks ({error.call}: {error.code})",
         )
-        attach_failures(described, undo_failures)
+        attach_failures(described, list(error.undo_failures))
         return described
 
     # The end.

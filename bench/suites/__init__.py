@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from bench.suite import Suite
 
+<<<<<<< HEAD
 NAMES = (
     "vmm",
     "states",
@@ -24,6 +25,9 @@ NAMES = (
     "engine",
     "sizing",
 )
+=======
+NAMES = ("vmm", "states", "zero", "shrink", "sleep", "decode", "prefill", "write", "mixed", "host", "engine", "sizing")
+>>>>>>> issue7
 
 
 def load_suite(name: str) -> Suite:

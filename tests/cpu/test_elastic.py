@@ -6,11 +6,15 @@ import logging
 import threading
 
 import pytest
+import test_cache
 import torch
 from elastic_store import CAPACITY, G, Model, faulty, held, make_store, segments
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from triton_kv import AttentionSpec, KVCache
 from triton_kv.errors import Asleep, BadAccess, Broken, CaptureError, DriverError, OutOfMemory, Unavailable
+from triton_kv.extensible import ExtensibleTensor
 from triton_kv.groups import LayerGroup
 from triton_kv.memory import AllocatedMemory, FaultyMemory, HandlePolicy, HostMemory, PoisonedMemory
 from triton_kv.store import BlockStore, MemoryChange
@@ -195,6 +199,39 @@ def test_coalesce_makes_one_handle_a_segment() -> None:
     model.check(store)
 
 
+@given(
+    capacity=st.integers(1, 5 * G),
+    segments=st.integers(1, 5),
+    chunk=st.sampled_from([None, G, 2 * G]),
+    steps=st.lists(st.tuples(st.sampled_from(["grow", "shrink", "coalesce"]), st.floats(0, 1)), max_size=12),
+)
+@settings(max_examples=150, deadline=None)
+def test_coalescing_a_dense_buffer_after_any_history(capacity, segments, chunk, steps) -> None:
+    memory = PoisonedMemory(HostMemory(G))
+    policy = HandlePolicy(chunk)
+    buffer = ExtensibleTensor(segments * capacity, num_segments=segments, memory=memory, handles=policy)
+    for step, share in [*steps, ("coalesce", 0.0)]:
+        before = buffer.bytes_per_segment
+        if step == "grow":
+            buffer.resize_per_segment_(max(before, int(share * capacity)), zero_new=True)
+        elif step == "shrink":
+            buffer.shrink_per_segment_(int(share * before))
+        else:
+            buffer.coalesce_()
+            assert buffer.scattered() == []
+            assert buffer.num_handles <= segments
+        assert buffer.mapped_bytes == buffer.mapped_bytes_at(buffer.bytes_per_segment)
+        for segment in range(segments):
+            at = segment * capacity
+            contents = buffer.full_view()[at : at + buffer.bytes_per_segment]
+            kept = min(before, buffer.bytes_per_segment)
+            assert bool((contents[:kept] == segment + 1).all())
+            assert not contents[kept:].any()
+            contents.fill_(segment + 1)
+    buffer.free()
+    assert memory.live[1:] == (0, 0)
+
+
 def test_coalesce_without_memory_says_what_it_needs() -> None:
     probe, _ = filled(20, 1, 2, 7, 11)
     store = make_store(faulty("host", probe.mapped_bytes))
@@ -279,14 +316,12 @@ def test_blocks_go_one_by_one_where_no_memory_is_left_to_gather(monkeypatch: pyt
     monkeypatch.setattr("triton_kv.host_copy.should_stage", lambda memory, num_bytes: True)
     monkeypatch.setattr("triton_kv.host_copy.STAGING_BYTES", 5 * G)
     store, model = filled(13)
-    real = torch.empty
-
-    def full(*arguments: object, **options: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError("full")
-
-    monkeypatch.setattr(torch, "empty", full)
+    copies = store.memory.calls["copy"]
+    for _ in range(2):  # the first and the second buffer's staging memory
+        store.memory.fail("create", 1 if store.memory.num_planned == 0 else 2)
     store.sleep(keep="host", live=[1, 5, 6, 9])
-    monkeypatch.setattr(torch, "empty", real)
+    assert store.memory.num_planned == 0
+    assert store.memory.calls["copy"] - copies == 3 * 5, "every run of blocks in every segment"
     store.wake()
     for block in set(range(13)) - {1, 5, 6, 9}:
         model.values[block] = 0
@@ -319,7 +354,7 @@ def test_wake_with_too_little_memory_works_later() -> None:
     asleep = held(store)
     host = store.memory.memory.memory
     other = host.create((64 << 20) - G)  # type: ignore[attr-defined]
-    with pytest.raises(OutOfMemory, match=r"wake\(\)") as caught:
+    with pytest.raises(OutOfMemory, match=r"wake\(\) from 0 blocks \(create: ENOMEM\)") as caught:
         store.wake()
     assert caught.value.free_bytes == G
     assert held(store)._replace(free_bytes=0, live=()) == asleep._replace(free_bytes=0, live=())
@@ -783,6 +818,7 @@ def test_without_virtual_memory_the_error_names_the_fallback(monkeypatch: pytest
         KVCache.reserve(SPEC, fallback="allocate", **options)
     with KVCache.reserve(SPEC, capacity=8, fallback="allocate", **options) as cache:
         assert "no such thing here" in cache.fallback_reason
+        assert "plain torch memory: device 'cpu' cannot back a reservation: no such" in cache.describe()
         assert (cache.num_blocks, cache.mapped_bytes) == (8, cache.reserved_bytes)
         assert not cache[0].k.any()
         cache[1].v[:] = 5
@@ -799,6 +835,35 @@ def test_without_virtual_memory_the_error_names_the_fallback(monkeypatch: pytest
         cache.copy_blocks([(0, 7)])
         assert bool((cache[1].v[7] == 5).all())
     assert cache.mapped_bytes == 0
+
+
+CONTRACT = {
+    "a number below": test_cache.test_a_number_at_or_below_the_committed_blocks_changes_nothing,
+    "commit all": test_cache.test_commit_all,
+    "storages": test_cache.test_views_have_a_storage_of_their_own,
+    "kv": test_cache.test_kv_is_both_halves_in_one_view,
+    "unlike dims": test_cache.test_k_and_v_dims_that_differ,
+    "committed views": lambda: test_cache.test_committed_views_can_be_printed_and_pickled("LTBNHD"),
+    "heads as segments": test_cache.test_committed_views_where_heads_are_segments,
+    "repr": test_cache.test_repr_touches_no_memory,
+    "check": test_cache.test_check_reports_the_first_error_and_resets,
+    "closed or empty": test_cache.test_ops_on_a_closed_or_empty_cache,
+    "fork": test_cache.test_a_forked_child_is_told,
+}
+
+
+@pytest.mark.parametrize("test", CONTRACT.values(), ids=CONTRACT)
+def test_plain_memory_keeps_the_contract(monkeypatch: pytest.MonkeyPatch, test) -> None:
+    original = test_cache.reserve
+
+    def plain(layout: str = "LTBNHD", memory=None, **options) -> KVCache:
+        cache = original(layout, AllocatedMemory("cpu"), **options)
+        if options.get("commit") != "all":
+            cache.shrink(0)  # all of it is there from the start
+        return cache
+
+    monkeypatch.setattr(test_cache, "reserve", plain)
+    test()
 
 
 def test_plain_memory_is_given_back_at_close() -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import threading
+import time
 
 import pytest
 from elastic_store import CAPACITY, G, Model, faulty, make_store
@@ -26,9 +27,26 @@ def recount(store: BlockStore) -> None:
     assert int(store.control[0]) == store.num_blocks
 
 
-@pytest.mark.parametrize("policy", [None, HandlePolicy(2 * G, pool_bytes=8 * G)], ids=["one handle a run", "pooled"])
-def test_eight_threads_do_five_hundred_changes_each(policy: HandlePolicy | None) -> None:
-    store = make_store(HostMemory(G, budget_bytes=200 * G), handles=policy)
+class SlowMemory(HostMemory):
+    """Other threads get their turn in the middle of every change."""
+
+    def map(self, address: int, num_bytes: int, handle: int) -> None:
+        time.sleep(0)
+        super().map(address, num_bytes, handle)
+        time.sleep(2e-5)
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        time.sleep(2e-5)
+        super().unmap(address, num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("driver", "policy"),
+    [(HostMemory, None), (HostMemory, HandlePolicy(2 * G, pool_bytes=8 * G)), (SlowMemory, None)],
+    ids=["one handle a run", "pooled", "slow driver"],
+)
+def test_eight_threads_do_five_hundred_changes_each(driver: type[HostMemory], policy: HandlePolicy | None) -> None:
+    store = make_store(driver(G, budget_bytes=200 * G), handles=policy)
     unexpected: list[BaseException] = []
     done: list[int] = []
 

@@ -170,9 +170,11 @@ def reap(memory: VirtualMemory) -> list[BaseException]:
         if estate.memory.is_capturing():
             _ORPHANS.append(estate)
             continue
-        problems = estate.give_back()
-        if not estate.is_settled:
-            _ORPHANS.append(estate)
+        try:
+            problems = estate.give_back()
+        finally:  # also after an interrupt, which would else lose it
+            if not estate.is_settled:
+                _ORPHANS.append(estate)
         if estate.memory is memory:
             failures += problems
         elif problems and not estate.reported:

@@ -174,7 +174,8 @@ class Reservation:
     def scattered(self, ranges: Sequence[ByteRange]) -> list[tuple[list[Run], list[Span]]]:
         """The ranges that several handles back, with those handles and the one span each should be.
 
-        A granule that two ranges share goes to the handle that would otherwise be cut.
+        Spans are whole handles: a granule that two ranges share stays with the neighbour whose handle begins or ends
+        there, and what a handle holds beyond its range stays with it.
         """
         granularity = self.memory.granularity
         runs = self._estate.runs
@@ -185,9 +186,12 @@ class Reservation:
             end = round_up(offset + num_bytes, granularity)
             if not num_bytes or start >= end:
                 continue
+            first = runs[bisect_right(runs, start, key=_start) - 1]
+            start = max(position, first.start)
             last = runs[bisect_right(runs, end - 1, key=_start) - 1]
-            if last.end > end:  # it begins in the shared granule and belongs to the next range
-                end = last.start
+            if last.end > end:
+                begins_in_shared_granule = last.start == end - granularity and last.start > start
+                end = last.start if begins_in_shared_granule else last.end
             position = end
             inside = runs[bisect_left(runs, start, key=_start) : bisect_left(runs, end, key=_start)]
             if len(inside) > 1:
