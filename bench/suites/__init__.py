@@ -10,7 +10,6 @@ if TYPE_CHECKING:
 
     from bench.suite import Suite
 
-<<<<<<< HEAD
 NAMES = (
     "vmm",
     "states",
@@ -25,9 +24,6 @@ NAMES = (
     "engine",
     "sizing",
 )
-=======
-NAMES = ("vmm", "states", "zero", "shrink", "sleep", "decode", "prefill", "write", "mixed", "host", "engine", "sizing")
->>>>>>> issue7
 
 
 def load_suite(name: str) -> Suite:

@@ -145,6 +145,10 @@ class CudaMemory:
             self.copy_stream = torch.cuda.ExternalStream(int(self._stream), device=device)
 
     def reserve(self, num_bytes: int) -> int:
+        if num_bytes >= 1 << 63:  # the binding takes 64 bits
+            raise AddressSpaceExhausted(
+                "cuMemAddressReserve", "CUDA_ERROR_OUT_OF_MEMORY", f"asked for {num_bytes} bytes"
+            )
         try:
             return int(self._call("cuMemAddressReserve", num_bytes, 0, 0, 0, num_bytes=num_bytes))
         except DriverError as error:
