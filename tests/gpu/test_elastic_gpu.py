@@ -37,7 +37,9 @@ def reserve(memory=None, **options) -> tkv.KVCache:
 
 
 def free_bytes() -> int:
+    """By the driver, without what torch's allocator keeps of small tensors."""
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
 
 
