@@ -20,7 +20,7 @@ from typing import Any
 from bench.provenance import provenance, source_id
 
 ROOT = Path(__file__).parents[1]
-KERNEL_TESTS = ("attention", "metadata", "write", "zero")
+KERNEL_TESTS = ("attention", "metadata", "plan", "prefill_hopper", "states", "write", "zero")
 SANITIZER = ("compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "99")
 
 
@@ -89,12 +89,19 @@ def main() -> int:
     else:
         runs = [run_pytest(kernel_files, prefix=prefix, processes=options.processes, more=options.more)]
         if not options.memcheck:
+            write(runs, options)  # what is known already, should the rest not come to its end
             runs.append(run_pytest(others, more=options.more))
+    write(runs, options)
+    return 0 if all(run["exit_code"] == 0 for run in runs) else 1
+
+
+def write(runs: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Writes the record and prints its counts."""
     counts: dict[str, int] = {"passed": 0, "failed": 0, "skipped": 0}
     for run in runs:
         for outcome in run["outcomes"].values():
             counts[outcome] += 1
-    environment = provenance(" ".join(["python -m bench.gpu_tests", *sys.argv[1:]]))
+    environment = provenance(["python", "-m", "bench.gpu_tests", *sys.argv[1:]])
     record = {
         "suite": "memcheck" if options.memcheck else "gpu_tests",
         "source_id": environment["source_id"],
@@ -104,8 +111,7 @@ def main() -> int:
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"{record['suite']}: {counts}, source {record['source_id']}")
-    return 0 if all(run["exit_code"] == 0 for run in runs) else 1
+    print(f"{record['suite']}: {counts}, source {record['source_id']}", flush=True)
 
 
 if __name__ == "__main__":
