@@ -1,7 +1,7 @@
 """Runs tests/gpu and writes a record: `python -m bench.gpu_tests --out bench/results/<gpu>/gpu_tests.json`.
 
-Tests share the GPU among several processes where pytest-xdist is installed; those marked `alone` (they read free memory)
-run by themselves. `--memcheck` runs the others, the kernels' tests among them, under `compute-sanitizer` instead.
+Tests share the GPU among several processes where pytest-xdist is installed; those marked `alone` (they read free
+memory) run by themselves. `--memcheck` runs the others, the kernels' tests among them, under `compute-sanitizer`.
 """
 
 from __future__ import annotations
