@@ -18,6 +18,8 @@ MODEL_ENV := $(if $(MODEL),MODEL=$(MODEL))
 export OMP_WAIT_POLICY ?= passive
 
 PYTEST := $(PY) -m pytest -q
+# In two processes, where pytest-xdist is there: what compiles or interprets kernels keeps one core busy.
+TWICE := $$($(PY) -c 'import importlib.util as u; print("-n 2" * bool(u.find_spec("xdist")))')
 
 .PHONY: demo test test-ranks test-nightly test-cpu test-interpret test-aot test-gpu test-matrix test-matrix-quick lint types clean
 
@@ -40,10 +42,10 @@ test-nightly: $(READY)
 
 # The interpreter is chosen when kernels are imported, so these run in a process of their own.
 test-interpret: $(READY)
-	TRITON_INTERPRET=1 $(PYTEST) tests/interpret
+	TRITON_INTERPRET=1 $(PYTEST) $(TWICE) tests/interpret
 
 test-aot: $(READY)
-	$(PYTEST) tests/aot
+	$(PYTEST) $(TWICE) tests/aot
 
 test-gpu: $(READY)
 	$(MODEL_ENV) $(PYTEST) tests/gpu
