@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from triton_kv.blocks import BlockSpans, CopyTable, copy_block_pairs, copy_table, order_copies
+from triton_kv.blocks import BlockSpans, CopyTable, copy_block_pairs, copy_launch, copy_table, order_copies
 from triton_kv.compaction import CompactionPlan, compact
 from triton_kv.errors import (
     Asleep,
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from triton_kv.extensible import ExtensibleTensor
+    from triton_kv.launch import Launch
     from triton_kv.memory import VirtualMemory
 
 logger = logging.getLogger(__name__)
@@ -729,6 +730,21 @@ class BlockStore:
             target_bounded=target is None,
         )
 
+    def copy_launches(self) -> list[Launch]:
+        """`KVCache.copy_launches`."""
+        spans = self._spans()
+        table = self._copy_table(spans)
+        meta = {dtype: torch.empty(1, 2, dtype=dtype, device="meta") for dtype in (torch.int32, torch.int64)}
+        launch = partial(copy_launch, table.addresses, alignment=table.alignment)
+        largest = max(spans.block_bytes)
+        control = self.control
+        launches = [launch(pairs, control, largest_block_bytes=largest) for pairs in meta.values()]
+        for bounded in ({"source_bounded": False}, {"target_bounded": False}):  # by way of a staging buffer
+            launches.append(launch(meta[torch.int32], control, largest_block_bytes=largest, **bounded))
+        # What a sleep gathers, buffer by buffer.
+        launches += [launch(meta[torch.int32], None, largest_block_bytes=size) for size in set(spans.block_bytes)]
+        return launches
+
     def _spans(self) -> BlockSpans:
         """The buffers as a copy of blocks sees them; made anew when buffers were added."""
         if self._block_spans is None or len(self._block_spans.buffers) != len(self.buffers):
@@ -745,7 +761,7 @@ class BlockStore:
         """Addresses never move, so the table is made once; a capture needs it made before."""
         if self._table is None:
             if self.memory.is_capturing():
-                raise CaptureError("the first copy_blocks, which makes its table of addresses (call it once before)")
+                raise CaptureError("the first copy_blocks, which makes its table (call it or compile_kernels before)")
             self._table = copy_table(spans, spans)
         return self._table
 

@@ -18,6 +18,7 @@ import torch
 import triton_kv as tkv
 from tests import copy_cases
 from triton_kv.errors import Asleep, CaptureError, DriverError, OutOfMemory
+from triton_kv.launch import count_compilations
 from triton_kv.memory import CudaMemory, FaultyMemory, HandlePolicy
 from triton_kv.memory.reservation import reap
 
@@ -475,6 +476,25 @@ def test_copies_in_a_graph():
         check(cache, torch.tensor([5, 6]))
         cache.copy_blocks([(10, 11), (11, 12), (12, 10)])
         check(cache, torch.tensor([11, 12, 10]), torch.tensor([10, 11, 12]))
+
+
+def test_copies_compile_nothing_after_compile_kernels():
+    with reserve() as cache:
+        cache.extend(64)
+        tkv.compile_kernels(cache, 16, max_seqs=1, max_tokens=1)
+        write(cache)
+        pairs = torch.tensor([[1, 2]], dtype=torch.int32, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with count_compilations() as compiled:
+            with torch.cuda.graph(graph):
+                cache.copy_blocks(pairs)
+            graph.replay()
+            cache.copy_blocks(pairs.long())
+            cache.copy_blocks([(3, 4), (4, 3), (5, 6)])
+            cache.sleep("host", live=[2, 4, 6])
+            cache.wake()
+        assert compiled == []
+        check(cache, torch.tensor([2, 4, 6]), torch.tensor([1, 3, 5]))
 
 
 def test_compaction_frees_what_it_promises():
