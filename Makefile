@@ -19,7 +19,7 @@ export OMP_WAIT_POLICY ?= passive
 
 PYTEST := $(PY) -m pytest -q
 
-.PHONY: demo test test-ranks test-cpu test-nightly test-interpret test-aot test-gpu test-matrix test-matrix-quick lint types clean
+.PHONY: demo test test-ranks test-nightly test-cpu test-interpret test-aot test-gpu test-matrix test-matrix-quick lint types clean
 
 demo: $(READY)
 	$(MODEL_ENV) $(PY) -m examples.engine $(ARGS)
@@ -29,14 +29,14 @@ test: test-cpu test-interpret test-aot test-gpu
 test-cpu: $(READY)
 	$(MODEL_ENV) $(PYTEST) tests/cpu
 
+# SmolLM2 over three gloo processes, and the demo under torchrun.
+test-ranks: $(READY)
+	$(MODEL_ENV) TRITON_KV_RANKS_MODEL=1 $(PYTEST) tests/cpu/test_engine_ranks.py
+
 # Thousands of random lives of a cache's memory, with failures; the default run has two hundred.
 EXAMPLES ?= 5000
 test-nightly: $(READY)
 	TRITON_KV_EXAMPLES=$(EXAMPLES) $(PYTEST) tests/cpu/test_elastic_machine.py
-
-# SmolLM2 over three gloo processes, and the demo under torchrun.
-test-ranks: $(READY)
-	$(MODEL_ENV) TRITON_KV_RANKS_MODEL=1 $(PYTEST) tests/cpu/test_engine_ranks.py
 
 # The interpreter is chosen when kernels are imported, so these run in a process of their own.
 test-interpret: $(READY)

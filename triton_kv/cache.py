@@ -17,7 +17,7 @@ from triton_kv.layer import LayerCache, LayerOperands, StateCache
 from triton_kv.memory import HandlePolicy, names_device, open_or_allocate
 from triton_kv.ranks import change_together
 from triton_kv.sizing import GIB, Plan
-from triton_kv.spec import AttentionSpec
+from triton_kv.spec import AttentionSpec, whole_number
 from triton_kv.store import BlockStore, CheckReport, StoredBuffer
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from triton_kv.store import CoalesceReport, MemoryChange, Nap, SleepReport, Waitable, WakeReport
 
 logger = logging.getLogger(__name__)
+
+_MAX_BLOCKS = 2**31 - 1
 
 Value = TypeVar("Value")
 
@@ -167,8 +169,10 @@ class KVCache:
             if capacity is None:
                 raise ValueError("plain memory is allocated at once: state the capacity to allocate")
         if capacity is None:
-            capacity = max(memory.memory_info()[1] // arranged(1).block_bytes, 1)
+            capacity = min(max(memory.memory_info()[1] // arranged(1).block_bytes, 1), _MAX_BLOCKS)
         geometry = arranged(capacity)
+        if geometry.capacity > _MAX_BLOCKS:
+            raise ValueError(f"a capacity of {capacity} blocks, but block ids are int32: at most {_MAX_BLOCKS}")
         buffers: list[ExtensibleTensor] = []
         try:
             _reserve_buffers(geometry, memory, buffers, handles)
@@ -258,7 +262,7 @@ class KVCache:
 
     def mapped_bytes_at(self, num_blocks: int) -> int:
         """The physical bytes that `num_blocks` committed blocks hold, exact and without committing anything."""
-        return self._store.mapped_bytes_at(num_blocks)
+        return self._store.mapped_bytes_at(whole_number("num_blocks", num_blocks))
 
     @property
     def padding_bytes(self) -> dict[str, int]:
@@ -323,9 +327,7 @@ class KVCache:
         return self
 
     def _checked_target(self, num_blocks: int | Plan) -> int:
-        target = num_blocks.num_blocks if isinstance(num_blocks, Plan) else num_blocks
-        if isinstance(target, bool) or not isinstance(target, int):
-            raise TypeError(f"extend takes a whole number of blocks or a Plan, not {target!r}")
+        target = num_blocks.num_blocks if isinstance(num_blocks, Plan) else whole_number("num_blocks", num_blocks)
         if target < 0:
             raise ValueError(f"extend takes a number of blocks that is not negative, got {target}")
         if target > self.capacity:
@@ -433,8 +435,7 @@ class KVCache:
 
     @staticmethod
     def _checked_remainder(num_blocks: int) -> int:
-        if isinstance(num_blocks, bool) or not isinstance(num_blocks, int):
-            raise TypeError(f"shrink takes a whole number of blocks, not {num_blocks!r}")
+        num_blocks = whole_number("num_blocks", num_blocks)
         if num_blocks < 0:
             raise ValueError(f"shrink takes a number of blocks that is not negative, got {num_blocks}")
         return num_blocks
@@ -625,8 +626,11 @@ class KVCache:
         index = self._layer_index(layer)
         found = self._layers.get(index)
         if found is None:
-            self._store.require_open()
-            found = self._layers[index] = self._make_layer(self._geometry.layers[index])
+            with self._store.locked(), torch.inference_mode(False):
+                self._store.require_open()
+                found = self._layers.get(index)
+                if found is None:
+                    found = self._layers[index] = self._make_layer(self._geometry.layers[index])
         return found
 
     def __iter__(self) -> Iterator[Any]:
@@ -641,10 +645,12 @@ class KVCache:
                 first, last = self._geometry.layers[0].name, self._geometry.layers[-1].name
                 raise KeyError(f"no layer {layer!r}: this cache has {first} to {last}")
             return self._indices[layer]
-        if not isinstance(layer, int) or isinstance(layer, bool):
-            raise TypeError(f"a layer is named by its index or name, not by {type(layer).__name__}")
+        try:
+            layer = whole_number("layer", layer)
+        except TypeError:
+            raise TypeError(f"a layer is named by its index or name, not by {type(layer).__name__}") from None
         if not -self.num_layers <= layer < self.num_layers:
-            raise IndexError(f"no layer {layer}: this cache has {self.num_layers} layers")
+            raise IndexError(f"no layer {layer}: this cache has layers 0 to {self.num_layers - 1}")
         return layer % self.num_layers
 
     def _make_layer(self, place: PlacedLayer) -> LayerCache | StateCache:

@@ -83,13 +83,17 @@ class OutOfMemory(TritonKVError):
         self.would_fit = would_fit
         self.unit = unit
         self.detail = detail
-        text = f"{detail}: out of memory" if detail else "out of memory"
-        text += f": asked for {format_bytes(asked_bytes)}"
-        text += f", {format_bytes(free_bytes)} free" if free_bytes is not None else ", free memory unknown"
-        if would_fit is not None:
-            text += f", {would_fit} {unit} would fit"
-        text += "; nothing was changed: ask for less, or free memory on the device and try again"
-        super().__init__(text)
+        super().__init__(asked_bytes, free_bytes, would_fit, unit, detail)
+
+    def __str__(self) -> str:
+        text = f"{self.detail}: out of memory" if self.detail else "out of memory"
+        text += f": asked for {format_bytes(self.asked_bytes)}"
+        text += f", {format_bytes(self.free_bytes)} free" if self.free_bytes is not None else ", free memory unknown"
+        if self.would_fit is not None:
+            text += f", {self.would_fit} {self.unit} would fit"
+        if self.undo_failures:
+            return text + "; undoing it failed too: only close() is left, it frees what it can"
+        return text + "; nothing was changed: ask for less, or free memory on the device and try again"
 
     def __reduce__(self) -> tuple[type, tuple[int, int | None, int | None, str, str]]:
         return type(self), (self.asked_bytes, self.free_bytes, self.would_fit, self.unit, self.detail)

@@ -13,14 +13,19 @@ import torch
 _CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def positive_int(name: str, value: int) -> int:
-    """`value` as a plain int of at least 1; `ValueError` for smaller ones, `TypeError` for floats and bools."""
+def whole_number(name: str, value: int) -> int:
+    """`value` as a plain int, NumPy's among them; `TypeError` for floats and bools."""
     if isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     try:
-        number = operator.index(value)
+        return operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {value!r}; round it before passing it") from None
+
+
+def positive_int(name: str, value: int) -> int:
+    """`value` as a plain int of at least 1; `ValueError` for smaller ones, `TypeError` for floats and bools."""
+    number = whole_number(name, value)
     if number < 1:
         raise ValueError(f"{name} must be at least 1, got {number}")
     return number

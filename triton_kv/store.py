@@ -174,16 +174,20 @@ class BlockStore:
         self._watchers: list[Callable[[MemoryChange], object]] = []
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        # The watermark must not wait behind the caller's queued work, so it is written on a stream of its own; and the
-        # allocator may hand out memory that queued work still writes, so that work is waited for once.
+        # Polls and zeroing of single blocks must not wait behind the caller's queued work; and the allocator may hand
+        # out memory that queued work still writes, so that work is waited for once.
         self._stream = torch.cuda.Stream(memory.device) if memory.device.type == "cuda" else None
-        self.control = torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=memory.device)
-        if self._stream is not None:
-            torch.cuda.current_stream(memory.device).synchronize()
-        self.zeroing = Zeroing(memory, self._stream)
-        self.zeroing.table.set(_segments(self.buffers))
-        self._share_pools()
-        self._errors = ErrorPoll(self.control, self._stream)
+        # The watermark goes through the driver's own stream where there is one: torch's are shared, and somebody may be
+        # capturing on one.
+        self._watermark_stream = getattr(memory, "copy_stream", self._stream)
+        with torch.inference_mode(False):  # else changes outside of inference mode could not write them
+            self.control = torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=memory.device)
+            if self._stream is not None:
+                torch.cuda.current_stream(memory.device).synchronize()
+            self.zeroing = Zeroing(memory, self._stream)
+            self.zeroing.table.set(_segments(self.buffers))
+            self._share_pools()
+            self._errors = ErrorPoll(self.control, self._stream)
         self._set_watermark(0)
 
     # Counters.
@@ -314,7 +318,7 @@ class BlockStore:
         `confirm` is called once they are published and can still be taken back: what it raises undoes everything.
         `paced` zeroes slowly, so that a device that serves meanwhile keeps most of its bandwidth.
         """
-        with self._locked():
+        with self.locked():
             self._require_changeable("extend")
             if target <= self.num_blocks:
                 yield
@@ -381,7 +385,7 @@ class BlockStore:
         `publish` is called last, with the lock held. After an error nothing has changed but the new buffers, which the
         caller frees.
         """
-        with self._locked():
+        with self.locked():
             self._require_changeable("adding a group")
             mapped_bytes = sum(buffer.mapped_bytes_at(self.num_blocks * size) for buffer, size in buffers)
             try:
@@ -413,7 +417,7 @@ class BlockStore:
     @contextmanager
     def shrinking(self, target: int, *, after: Waitable | None = None) -> Iterator[Progress]:
         """`shrink` in two steps: takes memory out, still in reach of an undo, and on leaving gives it back."""
-        with self._locked():
+        with self.locked():
             self._require_changeable("shrink")
             if target > self.num_blocks:
                 raise ValueError(f"shrink({target}) of {self.num_blocks} committed blocks: use extend to grow")
@@ -463,7 +467,7 @@ class BlockStore:
 
     def coalesce(self) -> CoalesceReport:
         """`KVCache.coalesce`."""
-        with self._locked():
+        with self.locked():
             self._require_changeable("coalesce")
             jobs = [job for buffer, _ in self.buffers for job in buffer.scattered()]
             extra_bytes = max((job.num_bytes for job in jobs), default=0)
@@ -486,7 +490,7 @@ class BlockStore:
 
     def trim(self, limit_bytes: int = 0) -> int:
         """`KVCache.trim`."""
-        with self._locked():
+        with self.locked():
             self._require_changeable("trim", awake=())
             self._unpin()
             with self.memory.activate():
@@ -496,7 +500,7 @@ class BlockStore:
 
     def prepare_sleep(self, num_blocks: int | None = None) -> float:
         """`KVCache.prepare_sleep`."""
-        with self._locked():
+        with self.locked():
             self._require_changeable("prepare_sleep")
             num_bytes = (self.num_blocks if num_blocks is None else num_blocks) * self.block_bytes
             if not num_bytes or (self._pinned is not None and self._pinned.num_bytes >= num_bytes):
@@ -540,7 +544,7 @@ class BlockStore:
             raise ValueError(f'keep must be None or "host", got {keep!r}')
         if live is not None and keep is None:
             raise ValueError('live blocks are kept only with keep="host"')
-        with self._locked():
+        with self.locked():
             chosen = sorted(set(range(len(self.buffers)) if only is None else only))
             self._require_changeable("sleep", awake=chosen)
             num_blocks = self._blocks_asleep if self._asleep else self.num_blocks
@@ -624,7 +628,7 @@ class BlockStore:
 
         `confirm` is as in `growing`.
         """
-        with self._locked():
+        with self.locked():
             self.require_usable()
             if self.memory.is_capturing():
                 raise CaptureError("wake")
@@ -793,7 +797,7 @@ class BlockStore:
             buffer.when_out_of_memory(relieve)
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """The lock of all changes. A forked child is refused first: it may have inherited the lock held."""
         if os.getpid() != self._pid:
             raise Forked("this KVCache")
@@ -828,10 +832,11 @@ class BlockStore:
 
     def _set_watermark(self, num_blocks: int) -> None:
         """Writes the bound that kernels read; the host waits, so whoever launches next sees it."""
-        with torch.cuda.stream(self._stream):
+        stream = self._watermark_stream
+        with torch.inference_mode(False), torch.cuda.stream(stream):
             self.control[:1].fill_(num_blocks)
-        if self._stream is not None:
-            self._stream.synchronize()
+        if stream is not None:
+            stream.synchronize()
 
     def _set(self, name: str, value: object, transaction: Transaction) -> None:
         transaction.undo(setattr, self, name, getattr(self, name))
@@ -878,7 +883,7 @@ class BlockStore:
         described = OutOfMemory(
             self.mapped_bytes_at(target) - self.mapped_bytes,
             free_bytes,
-            would_fit=would_fit,
+            would_fit=would_fit if would_fit < target else None,  # the driver refused what the numbers allow
             unit="blocks",
             detail=f"{operation} from {self.num_blocks} blocks ({error.call}: {error.code})",
         )

@@ -10,7 +10,20 @@ if TYPE_CHECKING:
 
     from bench.suite import Suite
 
-NAMES = ("vmm", "states", "zero", "shrink", "sleep", "decode", "prefill", "write", "mixed", "host", "engine", "sizing")
+NAMES = (
+    "vmm",
+    "states",
+    "zero",
+    "shrink",
+    "sleep",
+    "decode",
+    "prefill",
+    "write",
+    "mixed",
+    "host",
+    "engine",
+    "sizing",
+)
 
 
 def load_suite(name: str) -> Suite:

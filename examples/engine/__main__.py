@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import triton_kv as tkv
+from triton_kv.layout import expand_order
 
 from .display import Display
 from .engine import Engine, EngineOptions
@@ -49,6 +50,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def layout(text: str) -> str:
+    try:
+        order = expand_order(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not order.endswith("D"):
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in D, which the attention kernels need")
+    return order
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.engine", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -57,7 +68,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt", action="append", help="a user message; repeat it to serve several at once")
     parser.add_argument("--max-new-tokens", type=positive, default=64, help="of each prompt (%(default)s)")
     parser.add_argument("--max-tokens-per-step", type=positive, help="cuts longer prompts (128 on a CPU, else 2048)")
-    parser.add_argument("--layout", default="LTBNHD", help="order of the cache's dimensions (%(default)s)")
+    parser.add_argument("--layout", type=layout, default="LTBNHD", help="order of the cache's dimensions (%(default)s)")
     parser.add_argument("--legacy", action="store_true", help="guess the size and commit all of it before capture")
     parser.add_argument("--max-seq-tokens", type=positive, help="demand room for sequences of this length")
     parser.add_argument("--num-blocks", type=positive, help="this many blocks instead of the plan's or the guess")

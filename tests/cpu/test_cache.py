@@ -4,7 +4,9 @@ import logging
 import math
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
@@ -92,7 +94,8 @@ def test_extend_that_does_not_fit_changes_nothing():
             layer.kv[:, :4] = 7
         before = (memory.live, cache.num_blocks, cache.mapped_bytes, cache.committed_bytes, cache.control.tolist())
         with pytest.raises(
-            tkv.OutOfMemory, match=r"extend\(90\) from 4 blocks: .*asked for \d+ bytes.* \d+ bytes.* free, 12 blocks"
+            tkv.OutOfMemory,
+            match=r"extend\(90\) from 4 blocks \(create: ENOMEM\): .*asked for \d+ bytes.* \d+ bytes.* free, 12 blocks",
         ):
             cache.extend(90)
         assert (
@@ -248,9 +251,9 @@ BAD = {
     ),
     "beyond capacity": (lambda: reserve().extend(101), ValueError, r"extend\(101\).*capacity of 100"),
     "negative extend": (lambda: reserve().extend(-1), ValueError, "not negative, got -1"),
-    "float extend": (lambda: reserve().extend(3.0), TypeError, "whole number of blocks or a Plan, not 3.0"),
-    "bool extend": (lambda: reserve().extend(True), TypeError, "whole number"),
-    "layer index": (lambda: reserve()[3], IndexError, "no layer 3: this cache has 3 layers"),
+    "float extend": (lambda: reserve().extend(3.0), TypeError, "num_blocks must be an integer, got 3.0; round it"),
+    "bool extend": (lambda: reserve().extend(True), TypeError, "num_blocks must be an integer, got True"),
+    "layer index": (lambda: reserve()[3], IndexError, "no layer 3: this cache has layers 0 to 2"),
     "layer name": (lambda: reserve()["layers.x"], KeyError, "layers.0 to layers.2"),
     "layer type": (lambda: reserve()[1.0], TypeError, "not by float"),
     "mapped_bytes_at": (lambda: reserve().mapped_bytes_at(101), ValueError, "0..100"),
@@ -345,3 +348,56 @@ def test_a_forked_child_is_told():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
     assert cache.extend(3).num_blocks == 3
     cache.close()
+
+
+def test_numpy_integers_are_integers():
+    cache = reserve(capacity=8)
+    cache.extend(np.int64(2))
+    assert cache.num_blocks == 2
+    assert cache[np.int32(1)] is cache[1]
+    assert cache.mapped_bytes_at(np.int64(2)) == cache.mapped_bytes
+    with pytest.raises(TypeError, match=r"num_blocks must be an integer, got 2\.5"):
+        cache.mapped_bytes_at(2.5)
+
+
+def test_block_ids_are_32_bits():
+    with pytest.raises(ValueError, match="block ids are int32: at most 2147483647"):
+        reserve(memory=tkv.FakeMemory(PAGE), capacity=2**31)
+
+
+def test_address_space_that_no_machine_has():
+    with pytest.raises(tkv.AddressSpaceExhausted, match="address space, not memory, ran out"):
+        tkv.HostMemory(PAGE).reserve(1 << 65)
+
+
+def test_a_cache_made_in_inference_mode_works_outside():
+    with torch.inference_mode():
+        cache = reserve(capacity=8)
+        cache.extend(1)
+        cache[0].k[0] = 3
+    cache.extend(2)
+    cache[0].k[1] = 4
+    assert cache[0].k[:2].sum() == 7 * cache[0].k[0].numel()
+    cache.close()
+
+
+def test_an_out_of_memory_error_says_whether_it_was_undone():
+    faulty = tkv.FaultyMemory(tkv.HostMemory(PAGE))
+    cache = reserve(memory=faulty, capacity=8)
+    faulty.fail("create", nth=2)
+    with pytest.raises(tkv.OutOfMemory, match="nothing was changed") as caught:
+        cache.extend(4)
+    assert caught.value.would_fit is None  # the driver refused what the numbers allow
+    faulty.fail("create", nth=2)
+    faulty.fail("unmap")
+    with pytest.raises(tkv.OutOfMemory, match="undoing it failed too: only close"):
+        cache.extend(4)
+    cache.close()
+
+
+def test_threads_get_the_same_views():
+    cache = reserve(capacity=8)
+    cache.extend(1)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: cache[1], range(64)))
+    assert len(set(map(id, found))) == 1

@@ -234,7 +234,7 @@ TARGETS = {  # targets, blocks before, failures
     "different targets": ([9, 10], [1, 1], {1: "would hold 10 blocks where rank 0 would hold 9"}),
     "one is beyond the target": ([3, 3], [1, 5], {1: "would hold 5 blocks where rank 0 would hold 3"}),
     "beyond the capacity": ([9, 65], [1, 1], {1: "ValueError: extend(65) goes beyond the capacity of 64"}),
-    "no number": ([9, 2.5], [1, 1], {1: "TypeError: extend takes a whole number"}),
+    "no number": ([9, 2.5], [1, 1], {1: "TypeError: num_blocks must be an integer"}),
 }
 
 

@@ -145,6 +145,10 @@ class CudaMemory:
             self.copy_stream = torch.cuda.ExternalStream(int(self._stream), device=device)
 
     def reserve(self, num_bytes: int) -> int:
+        if num_bytes >= 1 << 63:  # the binding takes 64 bits
+            raise AddressSpaceExhausted(
+                "cuMemAddressReserve", "CUDA_ERROR_OUT_OF_MEMORY", f"asked for {num_bytes} bytes"
+            )
         try:
             return int(self._call("cuMemAddressReserve", num_bytes, 0, 0, 0, num_bytes=num_bytes))
         except DriverError as error:
@@ -201,9 +205,8 @@ class CudaMemory:
                 self._call("cuMemcpyAsync", target, source, num_bytes, self._stream)
 
     def pin(self, num_bytes: int) -> int:
-        with (
-            self.activate()
-        ):  # not torch's pinned memory: its allocator rounds to powers of two and keeps what is freed
+        # Not torch's pinned memory: its allocator rounds to powers of two and keeps what is freed.
+        with self.activate():
             return int(self._call("cuMemHostAlloc", num_bytes, 0, num_bytes=num_bytes))
 
     def unpin(self, address: int, num_bytes: int) -> None:

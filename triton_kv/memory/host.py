@@ -18,6 +18,7 @@ from triton_kv.memory.machine import machine_memory
 
 logger = logging.getLogger(__name__)
 
+_MAX_ADDRESS_BYTES = 1 << 47
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
@@ -89,6 +90,8 @@ class HostMemory:
         self._check_process()
         self._books.check_size("reserve", num_bytes)
         slack = self.granularity - mmap.PAGESIZE
+        if num_bytes + slack > _MAX_ADDRESS_BYTES:  # ctypes would cut the number
+            raise AddressSpaceExhausted("mmap", "ENOMEM", f"asked for {num_bytes} bytes of addresses")
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         with self._books.lock:
             base = _libc().mmap(None, num_bytes + slack, _PROT_NONE, flags, -1, 0)
