@@ -180,7 +180,9 @@ class BlockStore:
         # The watermark goes through the driver's own stream where there is one: torch's are shared, and somebody may be
         # capturing on one.
         self._watermark_stream = getattr(memory, "copy_stream", self._stream)
-        with torch.inference_mode(False):  # else changes outside of inference mode could not write them
+        # Activated, so that a thread without a context is left without one; and not in inference mode, else changes
+        # outside of it could not write these tensors.
+        with memory.activate(), torch.inference_mode(False):
             self.control = torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=memory.device)
             if self._stream is not None:
                 torch.cuda.current_stream(memory.device).synchronize()

@@ -56,8 +56,9 @@ def write(cache: tkv.KVCache, start: int = 0, end: int | None = None) -> None:
 
 def check(cache: tkv.KVCache, blocks: torch.Tensor | range, source: torch.Tensor | range | None = None) -> None:
     """Blocks hold what `write` put into `source` (by default themselves)."""
-    where = torch.as_tensor(blocks, device="cuda")
-    values = torch.as_tensor(blocks if source is None else source, device="cuda")[:, None, None, None]
+    where = torch.as_tensor(blocks, device="cuda", dtype=torch.int64)
+    values = torch.as_tensor(blocks if source is None else source, device="cuda", dtype=torch.int64)
+    values = values[:, None, None, None]
     for layer in cache:
         assert bool((layer.k[where] == values % 251 + layer.index).all()), layer
         assert bool((layer.v[where] == -(values % 241 + layer.index)).all()), layer
@@ -546,13 +547,17 @@ def test_checked_mode_reports_without_waiting():
         assert bool((rest == 0xFF).all())
 
 
-def test_the_current_device_and_context_stay():
+@pytest.mark.parametrize("with_context", [False, True], ids=["bare thread", "thread with a context"])
+def test_the_current_device_and_context_stay(with_context):
     seen: list[object] = []
+    reserve().close()  # what initialises CUDA is done
 
     def work() -> None:
         from cuda.bindings import driver
 
         try:
+            if with_context:
+                torch.zeros(1, device="cuda")
             before = driver.cuCtxGetCurrent()
             with reserve() as cache:
                 cache.extend(900)
