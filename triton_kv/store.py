@@ -174,15 +174,15 @@ class BlockStore:
         self._watchers: list[Callable[[MemoryChange], object]] = []
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        # Polls and zeroing of single blocks must not wait behind the caller's queued work; and the allocator may hand
-        # out memory that queued work still writes, so that work is waited for once.
-        self._stream = torch.cuda.Stream(memory.device) if memory.device.type == "cuda" else None
-        # The watermark goes through the driver's own stream where there is one: torch's are shared, and somebody may be
-        # capturing on one.
-        self._watermark_stream = getattr(memory, "copy_stream", self._stream)
         # Activated, so that a thread without a context is left without one; and not in inference mode, else changes
         # outside of it could not write these tensors.
         with memory.activate(), torch.inference_mode(False):
+            # Polls and zeroing of single blocks must not wait behind the caller's queued work; and the allocator may
+            # hand out memory that queued work still writes, so that work is waited for once.
+            self._stream = torch.cuda.Stream(memory.device) if memory.device.type == "cuda" else None
+            # The watermark goes through the driver's own stream where there is one: torch's are shared, and somebody
+            # may be capturing on one.
+            self._watermark_stream = getattr(memory, "copy_stream", self._stream)
             self.control = torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=memory.device)
             if self._stream is not None:
                 torch.cuda.current_stream(memory.device).synchronize()
@@ -190,7 +190,7 @@ class BlockStore:
             self.zeroing.table.set(_segments(self.buffers))
             self._share_pools()
             self._errors = ErrorPoll(self.control, self._stream)
-        self._set_watermark(0)
+            self._set_watermark(0)
 
     # Counters.
 
