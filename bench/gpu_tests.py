@@ -1,7 +1,7 @@
 """Runs tests/gpu and writes a record: `python -m bench.gpu_tests --out bench/results/<gpu>/gpu_tests.json`.
 
-Tests of the ops share the GPU among several processes where pytest-xdist is installed; tests that read free memory
-run alone. `--memcheck` runs the kernel tests under `compute-sanitizer` instead.
+Tests share the GPU among several processes where pytest-xdist is installed; those marked `alone` (they read free
+memory) run by themselves. `--memcheck` runs the others, the kernels' tests among them, under `compute-sanitizer`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from typing import Any
 from bench.provenance import provenance, source_id
 
 ROOT = Path(__file__).parents[1]
-KERNEL_TESTS = ("attention", "metadata", "write", "zero")
+TESTS = ["tests/gpu"]
 SANITIZER = ("compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "99")
 
 
@@ -41,7 +42,7 @@ def run_pytest(
             outcome = "failed" if found & {"failure", "error"} else "skipped" if "skipped" in found else "passed"
             outcomes[f"{case.get('classname')}::{case.get('name')}"] = outcome
     run: dict[str, Any] = {
-        "command": " ".join(["python", *command[len(prefix) + 1 : -1], *parallel, *files, *more]),
+        "command": shlex.join(["python", *command[len(prefix) + 1 : -1], *parallel, *files, *more]),
         "exit_code": done.returncode,
         "seconds": round(time.perf_counter() - started, 1),
         "outcomes": outcomes,
@@ -72,29 +73,31 @@ def main() -> int:
     """Exit code 0 if every run passed."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu_tests", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--memcheck", action="store_true", help="the kernel tests under compute-sanitizer")
+    parser.add_argument("--memcheck", action="store_true", help="the tests that are not alone, under compute-sanitizer")
     parser.add_argument("--again", type=Path, help="a record of the same sources whose failed tests are to run again")
     parser.add_argument("--processes", type=int, default=6)
     parser.add_argument("more", nargs="*", help="passed on to pytest, after --")
     options = parser.parse_args()
-    kernel_files = [f"tests/gpu/test_{name}_gpu.py" for name in KERNEL_TESTS]
-    others = sorted(
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "tests/gpu").glob("test_*.py")
-        if str(path.relative_to(ROOT)) not in kernel_files
-    )
     prefix = SANITIZER if options.memcheck else ()
     if options.again:
         runs = run_again(json.loads(options.again.read_text()), options.more)
     else:
-        runs = [run_pytest(kernel_files, prefix=prefix, processes=options.processes, more=options.more)]
+        shared = ["-m", "not alone", *options.more]
+        runs = [run_pytest(TESTS, prefix=prefix, processes=options.processes, more=shared)]
         if not options.memcheck:
-            runs.append(run_pytest(others, more=options.more))
+            write(runs, options)  # what is known already, should the rest not come to its end
+            runs.append(run_pytest(TESTS, more=["-m", "alone", *options.more]))
+    write(runs, options)
+    return 0 if all(run["exit_code"] == 0 for run in runs) else 1
+
+
+def write(runs: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Writes the record and prints its counts."""
     counts: dict[str, int] = {"passed": 0, "failed": 0, "skipped": 0}
     for run in runs:
         for outcome in run["outcomes"].values():
             counts[outcome] += 1
-    environment = provenance(" ".join(["python -m bench.gpu_tests", *sys.argv[1:]]))
+    environment = provenance(["python", "-m", "bench.gpu_tests", *sys.argv[1:]])
     record = {
         "suite": "memcheck" if options.memcheck else "gpu_tests",
         "source_id": environment["source_id"],
@@ -104,8 +107,7 @@ def main() -> int:
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"{record['suite']}: {counts}, source {record['source_id']}")
-    return 0 if all(run["exit_code"] == 0 for run in runs) else 1
+    print(f"{record['suite']}: {counts}, source {record['source_id']}", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+# Files whose tests measure the device's free memory or fill it: nothing else may run meanwhile.
+ALONE = ("cache", "capture", "elastic", "engine", "extensible", "memory", "sizing")
 
 
 def _reason_to_skip() -> str | None:
@@ -23,7 +25,11 @@ def _reason_to_skip() -> str | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _reason_to_skip()
     for item in items:
-        if reason is not None and HERE in item.path.parents:
+        if HERE not in item.path.parents:
+            continue
+        if item.path.stem in [f"test_{name}_gpu" for name in ALONE]:
+            item.add_marker(pytest.mark.alone)
+        if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

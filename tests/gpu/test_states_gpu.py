@@ -126,6 +126,7 @@ def test_growth(layers, options):
         assert int(cache.control[0]) == CAPACITY
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["hybrid", "everything"])
 def test_the_driver_maps_what_was_said(name):
     layers, options = CACHES[name]
