@@ -470,15 +470,19 @@ class KVCache:
 
         Args:
             pairs: (source, target) block ids. A tensor, int32 or int64 `[n, 2]` on the cache's device, takes one launch
-                and may be captured (after a first call outside, and for the layers of that moment); a pair with a
-                negative id is skipped, one beyond the committed blocks dropped and counted, and no target may be
-                another pair's source or target. A sequence on the host may overlap: it is as if all copies happened
-                at once (by way of a staging buffer where a source is overwritten).
+                and may be captured (after a first call outside or `compile_kernels`, and for the layers of that
+                moment). A pair with a negative id is skipped, one beyond the committed blocks dropped and counted; no
+                target may be another pair's source or target. A sequence on the host may overlap: it is as if all
+                copies happened at once (by way of a staging buffer where a source is overwritten).
 
         Raises `ValueError` for ids on the host that are not committed or targets named twice, `CaptureError` for a
         sequence while the current stream captures, `NothingCommitted`, `Asleep`, `Closed`.
         """
         self._store.copy_blocks(pairs)
+
+    def copy_launches(self) -> list[Launch]:
+        """The kernel launches of `copy_blocks` and of a sleep that gathers blocks, for `compile_kernels`."""
+        return self._store.copy_launches()
 
     def compaction_plan(self, live: Iterable[int]) -> CompactionPlan:
         """The fewest moves that put the `live` blocks in front, and the bytes that `shrink` then gives back.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from triton_kv.blocks import BlockSpans, CopyTable, copy_block_pairs, copy_table, order_copies
+from triton_kv.blocks import BlockSpans, CopyTable, copy_block_pairs, copy_launch, copy_table, order_copies
 from triton_kv.compaction import CompactionPlan, compact
 from triton_kv.errors import (
     Asleep,
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from triton_kv.extensible import ExtensibleTensor
+    from triton_kv.launch import Launch
     from triton_kv.memory import VirtualMemory
 
 logger = logging.getLogger(__name__)
@@ -173,13 +174,15 @@ class BlockStore:
         self._watchers: list[Callable[[MemoryChange], object]] = []
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        # Polls and zeroing of single blocks must not wait behind the caller's queued work; and the allocator may hand
-        # out memory that queued work still writes, so that work is waited for once.
-        self._stream = torch.cuda.Stream(memory.device) if memory.device.type == "cuda" else None
-        # The watermark goes through the driver's own stream where there is one: torch's are shared, and somebody may be
-        # capturing on one.
-        self._watermark_stream = getattr(memory, "copy_stream", self._stream)
-        with torch.inference_mode(False):  # else changes outside of inference mode could not write them
+        # Activated, so that a thread without a context is left without one; and not in inference mode, else changes
+        # outside of it could not write these tensors.
+        with memory.activate(), torch.inference_mode(False):
+            # Polls and zeroing of single blocks must not wait behind the caller's queued work; and the allocator may
+            # hand out memory that queued work still writes, so that work is waited for once.
+            self._stream = torch.cuda.Stream(memory.device) if memory.device.type == "cuda" else None
+            # The watermark goes through the driver's own stream where there is one: torch's are shared, and somebody
+            # may be capturing on one.
+            self._watermark_stream = getattr(memory, "copy_stream", self._stream)
             self.control = torch.zeros(CONTROL_WORDS, dtype=torch.int32, device=memory.device)
             if self._stream is not None:
                 torch.cuda.current_stream(memory.device).synchronize()
@@ -187,7 +190,7 @@ class BlockStore:
             self.zeroing.table.set(_segments(self.buffers))
             self._share_pools()
             self._errors = ErrorPoll(self.control, self._stream)
-        self._set_watermark(0)
+            self._set_watermark(0)
 
     # Counters.
 
@@ -733,6 +736,21 @@ class BlockStore:
             target_bounded=target is None,
         )
 
+    def copy_launches(self) -> list[Launch]:
+        """`KVCache.copy_launches`."""
+        spans = self._spans()
+        table = self._copy_table(spans)
+        meta = {dtype: torch.empty(1, 2, dtype=dtype, device="meta") for dtype in (torch.int32, torch.int64)}
+        launch = partial(copy_launch, table.addresses, alignment=table.alignment)
+        largest = max(spans.block_bytes)
+        control = self.control
+        launches = [launch(pairs, control, largest_block_bytes=largest) for pairs in meta.values()]
+        for bounded in ({"source_bounded": False}, {"target_bounded": False}):  # by way of a staging buffer
+            launches.append(launch(meta[torch.int32], control, largest_block_bytes=largest, **bounded))
+        # What a sleep gathers, buffer by buffer.
+        launches += [launch(meta[torch.int32], None, largest_block_bytes=size) for size in set(spans.block_bytes)]
+        return launches
+
     def _spans(self) -> BlockSpans:
         """The buffers as a copy of blocks sees them; made anew when buffers were added."""
         if self._block_spans is None or len(self._block_spans.buffers) != len(self.buffers):
@@ -749,7 +767,7 @@ class BlockStore:
         """Addresses never move, so the table is made once; a capture needs it made before."""
         if self._table is None:
             if self.memory.is_capturing():
-                raise CaptureError("the first copy_blocks, which makes its table of addresses (call it once before)")
+                raise CaptureError("the first copy_blocks, which makes its table (call it or compile_kernels before)")
             self._table = copy_table(spans, spans)
         return self._table
 

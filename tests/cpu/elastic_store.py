@@ -8,7 +8,15 @@ import numpy as np
 import torch
 
 from triton_kv.extensible import ExtensibleTensor
-from triton_kv.memory import FakeMemory, FaultyMemory, HandlePolicy, PoisonedMemory, VirtualMemory
+from triton_kv.memory import (
+    AllocatedMemory,
+    FakeMemory,
+    FaultyMemory,
+    HandlePolicy,
+    HostMemory,
+    PoisonedMemory,
+    VirtualMemory,
+)
 from triton_kv.memory.wrapper import WrappedMemory
 from triton_kv.store import BlockStore, StoredBuffer
 
@@ -61,7 +69,7 @@ def held(store: BlockStore) -> Held:
         mapped_bytes=store.mapped_bytes,
         num_handles=sum(buffer.num_handles for buffer, _ in store.buffers),
         live=tuple(driver.live),
-        free_bytes=driver.memory_info()[0],
+        free_bytes=driver.memory_info()[0] if store.elastic else 0,  # plain memory's is the machine's
         pinned_bytes=driver.pinned_bytes,
         host_bytes=store.stats().host_bytes,
     )
@@ -114,7 +122,7 @@ class Model:
 
 
 def faulty(name: str, budget_bytes: int | None = 64 << 20) -> FaultyMemory:
-    from triton_kv.memory import HostMemory
-
+    if name == "allocated":
+        return FaultyMemory(AllocatedMemory("cpu"))
     inner = FakeMemory(G, budget_bytes) if name == "fake" else PoisonedMemory(HostMemory(G, budget_bytes))
     return FaultyMemory(inner)

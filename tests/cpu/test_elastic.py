@@ -632,6 +632,17 @@ def test_copies_on_the_host_are_as_if_at_once(pairs: list[tuple[int, int]]) -> N
     model.check(store)
 
 
+def test_launches_of_copies_are_known_before_the_first() -> None:
+    store, _ = filled(5)
+    launches = store.copy_launches()
+    store.memory.is_capturing = lambda: True  # type: ignore[method-assign]
+    store.copy_blocks(torch.tensor([[0, 1]], dtype=torch.int32))  # the table is there, so it may be captured
+    flags = {(launch.arguments["SOURCE_BOUNDED"], launch.arguments["TARGET_BOUNDED"]) for launch in launches}
+    assert flags == {(True, True), (False, True), (True, False)}
+    dtypes = {launch.arguments["pairs_ptr"].dtype for launch in launches}
+    assert dtypes == {torch.int32, torch.int64}
+
+
 def test_copies_that_cannot_be() -> None:
     store, _ = filled(9)
     with pytest.raises(ValueError, match="block 9 is not one of the 9 committed"):

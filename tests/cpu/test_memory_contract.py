@@ -257,3 +257,32 @@ def test_works_from_a_bare_thread_and_nested(memory: VirtualMemory) -> None:
     thread.start()
     thread.join()
     assert not failures
+
+
+def test_copies_move_bytes_and_nothing_else(memory: VirtualMemory, mapped: int) -> None:
+    size = memory.granularity
+    host = memory.pin(size)
+    memory.fill(mapped, 4 * size, 3)
+    memory.fill(mapped + size, 100, 7)
+    memory.copy(mapped + 2 * size + 5, mapped + size - 10, 120)  # ten 3s, a hundred 7s, ten 3s
+    memory.copy(host, mapped + 2 * size, size)
+    memory.copy(mapped, host, size)
+    memory.wait()
+    if has_contents(memory):
+        expected = torch.full((size,), 3, dtype=torch.uint8)
+        expected[15:115] = 7
+        for at in (mapped, mapped + 2 * size):
+            assert torch.equal(memory.view(at, size, None).cpu(), expected)
+        assert bool((memory.view(mapped + 3 * size, size, None) == 3).all())
+    memory.unpin(host, size)
+
+
+def test_pinned_memory_is_counted_and_given_back_once(memory: VirtualMemory) -> None:
+    first, second = memory.pin(1000), memory.pin(1)
+    assert getattr(memory, "pinned_bytes", 1001) == 1001
+    memory.unpin(first, 1000)
+    if memory.device.type == "cpu":
+        with pytest.raises(DriverError, match="unpin failed with EINVAL"):
+            memory.unpin(first, 1000)
+    memory.unpin(second, 1)
+    assert getattr(memory, "pinned_bytes", 0) == 0

@@ -18,6 +18,7 @@ import torch
 import triton_kv as tkv
 from tests import copy_cases
 from triton_kv.errors import Asleep, CaptureError, DriverError, OutOfMemory
+from triton_kv.launch import count_compilations
 from triton_kv.memory import CudaMemory, FaultyMemory, HandlePolicy
 from triton_kv.memory.reservation import reap
 
@@ -55,8 +56,9 @@ def write(cache: tkv.KVCache, start: int = 0, end: int | None = None) -> None:
 
 def check(cache: tkv.KVCache, blocks: torch.Tensor | range, source: torch.Tensor | range | None = None) -> None:
     """Blocks hold what `write` put into `source` (by default themselves)."""
-    where = torch.as_tensor(blocks, device="cuda")
-    values = torch.as_tensor(blocks if source is None else source, device="cuda")[:, None, None, None]
+    where = torch.as_tensor(blocks, device="cuda", dtype=torch.int64)
+    values = torch.as_tensor(blocks if source is None else source, device="cuda", dtype=torch.int64)
+    values = values[:, None, None, None]
     for layer in cache:
         assert bool((layer.k[where] == values % 251 + layer.index).all()), layer
         assert bool((layer.v[where] == -(values % 241 + layer.index)).all()), layer
@@ -477,6 +479,25 @@ def test_copies_in_a_graph():
         check(cache, torch.tensor([11, 12, 10]), torch.tensor([10, 11, 12]))
 
 
+def test_copies_compile_nothing_after_compile_kernels():
+    with reserve() as cache:
+        cache.extend(64)
+        tkv.compile_kernels(cache, 16, max_seqs=1, max_tokens=1)
+        write(cache)
+        pairs = torch.tensor([[1, 2]], dtype=torch.int32, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with count_compilations() as compiled:
+            with torch.cuda.graph(graph):
+                cache.copy_blocks(pairs)
+            graph.replay()
+            cache.copy_blocks(pairs.long())
+            cache.copy_blocks([(3, 4), (4, 3), (5, 6)])
+            cache.sleep("host", live=[2, 4, 6])
+            cache.wake()
+        assert compiled == []
+        check(cache, torch.tensor([2, 4, 6]), torch.tensor([1, 3, 5]))
+
+
 def test_compaction_frees_what_it_promises():
     with reserve() as cache:
         cache.extend(2000)
@@ -526,13 +547,17 @@ def test_checked_mode_reports_without_waiting():
         assert bool((rest == 0xFF).all())
 
 
-def test_the_current_device_and_context_stay():
+@pytest.mark.parametrize("with_context", [False, True], ids=["bare thread", "thread with a context"])
+def test_the_current_device_and_context_stay(with_context):
     seen: list[object] = []
+    reserve().close()  # what initialises CUDA is done
 
     def work() -> None:
         from cuda.bindings import driver
 
         try:
+            if with_context:
+                torch.zeros(1, device="cuda")
             before = driver.cuCtxGetCurrent()
             with reserve() as cache:
                 cache.extend(900)

@@ -46,6 +46,11 @@ class AllocatedMemory:
         """Reservations, handles and mappings that were not given back."""
         return self._books.live
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Host memory that was not given back."""
+        return sum(pinned.numel() for pinned in self._pinned.values())
+
     def reserve(self, num_bytes: int) -> int:
         self._check_process()
         self._books.check_size("reserve", num_bytes)
