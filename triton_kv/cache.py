@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -83,6 +84,7 @@ class KVCache:
             checked=checked or os.environ.get("TRITON_KV_CHECKED", "0") not in ("", "0"),
         )
         self._layers: dict[int, LayerCache | StateCache] = {}
+        self._layers_lock = threading.Lock()
 
     @classmethod
     def reserve(
@@ -606,7 +608,11 @@ class KVCache:
         something, the rest is freed, the failure is raised, and the next call tries it again. Raises `CaptureError`
         while the current stream captures, `Forked` in a forked child.
         """
-        self._store.close(self._layers.clear)
+        self._store.close(self._drop_views)
+
+    def _drop_views(self) -> None:
+        with self._layers_lock:
+            self._layers.clear()
 
     def __enter__(self) -> KVCache:
         return self
@@ -626,7 +632,7 @@ class KVCache:
         index = self._layer_index(layer)
         found = self._layers.get(index)
         if found is None:
-            with self._store.locked(), torch.inference_mode(False):
+            with self._layers_lock, torch.inference_mode(False):  # not the lock of changes, which may last
                 self._store.require_open()
                 found = self._layers.get(index)
                 if found is None:
@@ -719,7 +725,7 @@ class KVCache:
         single storage can hold, and `NothingCommitted`.
         """
         place = self._geometry.layers[self._layer_index(layer)]
-        self._store.require_committed()
+        self._store.require_committed(place.buffer)
         if place.layout is None:
             return self._state_views(place, self.num_blocks)
         return CommittedViews(self._committed_view(place, 0), self._committed_view(place, 1))

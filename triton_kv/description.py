@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from triton_kv.spec import AttentionSpec, MLASpec
 
@@ -72,8 +72,19 @@ def describe(geometry: CacheGeometry, num_blocks: int) -> str:
     return "\n".join(lines)
 
 
-def tokens_of_one_sequence(geometry: CacheGeometry, num_blocks: int) -> int:
-    """The longest sequence that `num_blocks` blocks hold.
+class BlockTaker(NamedTuple):
+    """What one sequence takes of the blocks for one group: one for every `block_size` tokens, at most `most_blocks`."""
+
+    block_size: int  # tokens
+    most_blocks: int | None = None  # None: no limit
+
+    def blocks_for(self, num_tokens: int) -> int:
+        blocks = -(-num_tokens // self.block_size)
+        return blocks if self.most_blocks is None else min(blocks, self.most_blocks)
+
+
+def block_takers(geometry: CacheGeometry) -> tuple[BlockTaker, ...]:
+    """How a sequence takes blocks.
 
     Where groups share buffers each takes blocks of its own: a full-attention or MLA group one for every `block_size`
     tokens, a window no more than reach into it, a state one. Else one block holds all layers of `block_size` tokens.
@@ -81,25 +92,29 @@ def tokens_of_one_sequence(geometry: CacheGeometry, num_blocks: int) -> int:
     shared = {row["group"] for row in group_rows(geometry, 1) if row["shared"]}
     overlaid = [layer for layer in geometry.layers if layer.group in shared and _overlaid(geometry, layer.buffer)]
     if not overlaid:
-        return num_blocks * geometry.block_size
-    one_of_each = {layer.group: layer for layer in geometry.layers}.values()
+        return (BlockTaker(geometry.block_size),)
+    takers = []
+    for layer in {layer.group: layer for layer in geometry.layers}.values():
+        if isinstance(layer.spec, AttentionSpec) and layer.spec.window is not None:
+            takers.append(BlockTaker(layer.block_size, -(-(layer.spec.window - 1) // layer.block_size) + 1))
+        elif isinstance(layer.spec, (AttentionSpec, MLASpec)):
+            takers.append(BlockTaker(layer.block_size))
+        else:
+            takers.append(BlockTaker(layer.block_size, 1))
+    return tuple(takers)
 
-    def blocks_for(tokens: int) -> int:
-        total = 0
-        for layer in one_of_each:
-            whole = -(-tokens // layer.block_size)
-            if isinstance(layer.spec, AttentionSpec) and layer.spec.window is not None:
-                total += min(whole, -(-(layer.spec.window - 1) // layer.block_size) + 1)
-            elif isinstance(layer.spec, (AttentionSpec, MLASpec)):
-                total += whole
-            else:
-                total += 1
-        return total
 
-    low, high = 0, num_blocks * max(layer.block_size for layer in one_of_each)
+def blocks_for_tokens(takers: Sequence[BlockTaker], num_tokens: int) -> int:
+    """Blocks that one sequence of `num_tokens` tokens takes."""
+    return sum(taker.blocks_for(num_tokens) for taker in takers)
+
+
+def tokens_of_one_sequence(takers: Sequence[BlockTaker], num_blocks: int) -> int:
+    """The longest sequence that `num_blocks` blocks hold."""
+    low, high = 0, num_blocks * max(taker.block_size for taker in takers)
     while low < high:
         middle = (low + high + 1) // 2
-        if blocks_for(middle) <= num_blocks:
+        if blocks_for_tokens(takers, middle) <= num_blocks:
             low = middle
         else:
             high = middle - 1

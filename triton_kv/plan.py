@@ -168,7 +168,7 @@ class AttentionPlan:
         """f32 elements of the partials and the number of chunks, for the largest of the batches that may come."""
         operands, meta = self._operands, torch.device("meta")
         elements = num_chunks = 0
-        for queries in {1, *(step for step in QUERY_STEPS if step < 2 * self.max_query_len)}:
+        for queries in {1, QUERY_STEPS[0], *(step for step in QUERY_STEPS if step < 2 * self.max_query_len)}:
             for num_seqs in sorted({1, *(n for n in (63, 64) if n <= self.max_seqs), self.max_seqs}):
                 batch = Batch(
                     torch.empty(num_seqs, 1, dtype=torch.int32, device=meta),

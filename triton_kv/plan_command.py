@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from triton_kv.configs import parse_dtype, specs_from_config
-from triton_kv.description import describe, group_rows, tokens_of_one_sequence
+from triton_kv.description import block_takers, describe, group_rows, tokens_of_one_sequence
 from triton_kv.errors import OutOfMemory
 from triton_kv.geometry import CacheGeometry, arrange
 from triton_kv.groups import DEFAULT_ORDER, equal_groups, groups_of
@@ -106,7 +106,7 @@ def _report(options: argparse.Namespace, geometry: CacheGeometry, fitted: Plan) 
     return {
         "num_blocks": fitted.num_blocks,
         "block_size": geometry.block_size,
-        "tokens_of_one_sequence": tokens_of_one_sequence(geometry, fitted.num_blocks),
+        "tokens_of_one_sequence": tokens_of_one_sequence(block_takers(geometry), fitted.num_blocks),
         "block_bytes": geometry.block_bytes,
         "mapped_bytes": fitted.mapped_bytes,
         "limit_bytes": fitted.limit_bytes,

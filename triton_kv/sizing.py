@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from triton_kv.description import BlockTaker, block_takers, blocks_for_tokens, tokens_of_one_sequence
 from triton_kv.errors import OutOfMemory
 from triton_kv.ledger import GIB, MIB, MemoryLedger, StageRecord, stage_table
 
@@ -34,6 +35,7 @@ class CacheCost(NamedTuple):
     block_size: int | None = None  # tokens
     digest: str = ""  # of layout, spec and block size: ranks compare it
     name: str = "cache"
+    takers: tuple[BlockTaker, ...] = ()  # how a sequence takes blocks; empty: one for every block_size tokens
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class CacheShare:
     block_size: int | None = None  # tokens
     digest: str = ""
     name: str = "cache"
+    takers: tuple[BlockTaker, ...] = ()
     mapped_bytes_at: Callable[[int], int] | None = field(default=None, repr=False, compare=False)
 
     def with_blocks(self, num_blocks: int) -> CacheShare:
@@ -128,30 +131,25 @@ class Plan:
         return self.free_bytes - sum(share.mapped_bytes - share.held_bytes for share in self.caches)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens that sequences can keep in the cache."""
-        return self.longest_sequence_tokens
-
-    @property
     def longest_sequence_tokens(self) -> int:
-        """The longest sequence that fits, if it has the cache to itself."""
-        return self._usable_blocks * self._block_size
+        """Tokens of the longest sequence that fits, if it has the cache to itself."""
+        return tokens_of_one_sequence(self._takers, self._usable_blocks)
 
     def num_sequences(self, num_tokens: int) -> int:
         """How many sequences of `num_tokens` tokens fit at once; each takes whole blocks."""
         if num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
-        return self._usable_blocks // -(-num_tokens // self._block_size)
+        return self._usable_blocks // blocks_for_tokens(self._takers, num_tokens)
 
     @property
     def _usable_blocks(self) -> int:
         return max(self.share.num_blocks - self.spare_blocks, 0)
 
     @property
-    def _block_size(self) -> int:
-        if self.share.block_size is None:
+    def _takers(self) -> tuple[BlockTaker, ...]:
+        if not self.share.takers:
             raise ValueError("the plan knows blocks, not tokens: pass block_size to fit_blocks")
-        return self.share.block_size
+        return self.share.takers
 
     def agree(self, group: dist.ProcessGroup) -> Plan:
         """The plan that every rank of `group` follows: the least number of blocks of them all. Collective.
@@ -175,7 +173,10 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         numbers = {name: value for name, value in json.loads(text).items() if name in cls.__dataclass_fields__}
-        numbers["caches"] = tuple(CacheShare(**share) for share in numbers["caches"])
+        numbers["caches"] = tuple(
+            CacheShare(**{**share, "takers": tuple(BlockTaker(*taker) for taker in share["takers"])})
+            for share in numbers["caches"]
+        )
         numbers["stages"] = tuple(StageRecord(**stage) for stage in numbers["stages"])
         numbers["legacy"] = numbers["legacy"] and LegacyGuess(**numbers["legacy"])
         numbers["rank_blocks"] = tuple(numbers["rank_blocks"])
@@ -404,6 +405,7 @@ def _share(cost: CacheCost, num_blocks: int) -> CacheShare:
         block_size=cost.block_size,
         digest=cost.digest,
         name=cost.name,
+        takers=cost.takers or (() if cost.block_size is None else (BlockTaker(cost.block_size),)),
         mapped_bytes_at=cost.mapped_bytes_at,
     )
 
@@ -520,7 +522,8 @@ def _cost(name: str, cache: KVCache) -> CacheCost:
             raise ValueError("the cache that was planned is gone: plan again with the new one")
         return alive.mapped_bytes_at(num_blocks)
 
-    return CacheCost(mapped_bytes_at, cache.capacity, cache.mapped_bytes, cache.block_size, digest(cache), name)
+    takers = block_takers(cache.geometry)
+    return CacheCost(mapped_bytes_at, cache.capacity, cache.mapped_bytes, cache.block_size, digest(cache), name, takers)
 
 
 def _legacy_guess(

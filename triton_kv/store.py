@@ -36,6 +36,7 @@ from triton_kv.memory.pinned import PinnedBuffer
 from triton_kv.memory.poison import POISON
 from triton_kv.memory.transaction import Transaction
 from triton_kv.sizing import GIB, largest_fit
+from triton_kv.spec import whole_number
 from triton_kv.stats import CacheStats
 from triton_kv.zeroing import Zeroing
 
@@ -391,7 +392,7 @@ class BlockStore:
             self._require_changeable("adding a group")
             mapped_bytes = sum(buffer.mapped_bytes_at(self.num_blocks * size) for buffer, size in buffers)
             try:
-                with self.memory.activate(), Transaction() as transaction:
+                with self._changing() as transaction:
                     for buffer, block_bytes in buffers:
                         buffer.grow_(self.num_blocks * block_bytes, transaction)
                     self.memory.wait()
@@ -494,6 +495,8 @@ class BlockStore:
         """`KVCache.trim`."""
         with self.locked():
             self._require_changeable("trim", awake=())
+            if whole_number("limit_bytes", limit_bytes) < 0:
+                raise ValueError(f"limit_bytes must not be negative, got {limit_bytes}")
             self._unpin()
             with self.memory.activate():
                 return sum(buffer.trim(limit_bytes) for buffer, _ in self.buffers)
@@ -504,7 +507,11 @@ class BlockStore:
         """`KVCache.prepare_sleep`."""
         with self.locked():
             self._require_changeable("prepare_sleep")
-            num_bytes = (self.num_blocks if num_blocks is None else num_blocks) * self.block_bytes
+            if num_blocks is None:
+                num_blocks = self.num_blocks
+            if not 0 <= whole_number("num_blocks", num_blocks) <= self.capacity:
+                raise ValueError(f"num_blocks must lie in 0..{self.capacity} (the capacity), got {num_blocks}")
+            num_bytes = num_blocks * self.block_bytes
             if not num_bytes or (self._pinned is not None and self._pinned.num_bytes >= num_bytes):
                 return 0.0
             started = time.perf_counter()
@@ -849,7 +856,7 @@ class BlockStore:
         opposite = MemoryChange(
             "before" if change.phase == "after" else "after", change.num_blocks, change.old_num_blocks, self.epoch
         )
-        for watcher in self._watchers:
+        for watcher in tuple(self._watchers):  # one may unsubscribe meanwhile
             watcher(change)
             transaction.undo(watcher, opposite)
 

@@ -11,7 +11,7 @@ import torch
 
 import triton_kv as tkv
 from triton_kv.cli import main
-from triton_kv.description import tokens_of_one_sequence
+from triton_kv.description import block_takers, tokens_of_one_sequence
 from triton_kv.plan_command import parse_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -144,7 +144,7 @@ def test_table():
     ids=["apart", "shared", "shared_and_packed", "packed", "window", "short"],
 )
 def test_tokens_of_one_sequence(groups, options, blocks, tokens):
-    assert tokens_of_one_sequence(geometry(groups, **options), blocks) == tokens
+    assert tokens_of_one_sequence(block_takers(geometry(groups, **options)), blocks) == tokens
 
 
 def test_equal_groups():

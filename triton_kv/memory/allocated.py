@@ -59,6 +59,8 @@ class AllocatedMemory:
                 block = torch.empty(num_bytes + _GRANULARITY, dtype=torch.uint8, device=self.device)
             except RuntimeError as error:  # torch.OutOfMemoryError on a GPU
                 raise OutOfMemory(num_bytes, self.memory_info()[0], detail="fallback allocation") from error
+            if self.device.type == "cuda":  # the allocator may hand out memory that queued work still writes
+                torch.cuda.current_stream(self.device).synchronize()
             address = -(-block.data_ptr() // _GRANULARITY) * _GRANULARITY
             self._blocks[address] = block
             self._books.record_reservation(address, num_bytes)
