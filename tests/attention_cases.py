@@ -500,7 +500,9 @@ def shape_launches(shape: AttentionShape, hardware: Hardware, *, every: bool = T
             for part, launch in zip(("decode", "join"), pair):
                 keep(f"{part}-{name}", launch)
         else:
-            keep(f"prefill-{name}", prefill_launches(q, operands, batch, out, lse, scoring, hardware=hardware)[0])
+            found = prefill_launches(q, operands, batch, out, lse, scoring, hardware=hardware)
+            for part, launch in zip(("prefill",) if len(found) == 1 else ("work", "hopper"), found):
+                keep(f"{part}-{name}", launch)
 
     for num_seqs in NUM_SEQS if every else (1, 64):
         add(str(num_seqs), num_seqs, None)

@@ -24,6 +24,7 @@ from triton_kv.launch import Launch, eager, interpreted, register
 from triton_kv.launch_cache import LaunchCache, described
 from triton_kv.layer import OPERANDS_SCHEMA, LayerCache, LayerOperands, operands_of
 from triton_kv.metadata import AttentionMetadata
+from triton_kv.prefill_hopper import hopper_launches
 from triton_kv.scoring import SCORING_SCHEMA, Scoring, make_scoring
 
 if TYPE_CHECKING:
@@ -286,11 +287,14 @@ def prefill_launches(
     scoring: Scoring,
     *,
     hardware: Hardware,
-) -> tuple[Launch]:
-    """The launch of attention with any number of query tokens a sequence (at least one token).
+) -> tuple[Launch, ...]:
+    """The launches of attention with any number of query tokens a sequence (at least one token).
 
-    Looks at shapes, strides and dtypes only, so meta tensors will do.
+    Looks at shapes, strides, alignments and dtypes only, so meta tensors will do.
     """
+    on_hopper = hopper_launches(q, operands, batch, out, lse, scoring, hardware=hardware)
+    if on_hopper is not None:
+        return on_hopper
     num_tokens, num_query_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = operands.num_kv_heads, operands.v_head_dim
     group = num_query_heads // num_kv_heads
