@@ -24,7 +24,7 @@ from triton_kv.launch import Launch, eager, interpreted, register
 from triton_kv.launch_cache import LaunchCache, described
 from triton_kv.layer import OPERANDS_SCHEMA, LayerCache, LayerOperands, operands_of
 from triton_kv.metadata import AttentionMetadata
-from triton_kv.prefill_hopper import hopper_launches
+from triton_kv.prefill_hopper import forced_prefill_kernel, hopper_launches
 from triton_kv.scoring import SCORING_SCHEMA, Scoring, make_scoring
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def paged_attention(
     key = None
     if isinstance(q, torch.Tensor) and q.is_cuda and eager(q, out, operands.k_cache, metadata.block_table):
         key = _call_key(q, operands, metadata, scale, causal, window, softcap, sinks, alibi_slopes, out, return_lse)
-        key = (*key, plan is None, batch_invariant)
+        key = (*key, plan is None, batch_invariant, forced_prefill_kernel())
     if key is None or not _CALLS.knows(key):
         _check(q, operands, metadata, out)
     if out is None:
@@ -211,7 +211,7 @@ def _launch_known(
     workspace: Workspace | None,
 ) -> None:
     """An eager call on a GPU: what launches of this key have in common is made once."""
-    if workspace is None and decodes(batch, q.shape[1] // operands.num_kv_heads):
+    if workspace is None and _goes_to_decode(batch, q, operands):
         choice = choice_of(batch, q.shape[1], operands, hardware_of(q.device), batch_invariant)
         workspace = make_workspace(batch, q.shape[1], operands, choice)
     partials, chunks = (None, None) if workspace is None else workspace
@@ -441,6 +441,12 @@ def _attend(
         launch.run(q.device)
 
 
+def _goes_to_decode(batch: Batch, q: torch.Tensor, operands: LayerOperands) -> bool:
+    if batch.query_start_loc is not None and forced_prefill_kernel() is not None:
+        return False
+    return decodes(batch, q.shape[1] // operands.num_kv_heads)
+
+
 def _launches(
     q: torch.Tensor,
     operands: LayerOperands,
@@ -452,7 +458,7 @@ def _launches(
     workspace: Workspace | None,
 ) -> tuple[Launch, ...]:
     hardware = hardware_of(q.device)
-    if not decodes(batch, q.shape[1] // operands.num_kv_heads):
+    if not _goes_to_decode(batch, q, operands):
         return prefill_launches(q, operands, batch, out, lse, scoring, hardware=hardware)
     return decode_launches(
         q,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from triton_kv.attention import prefill_launches
-from triton_kv.choices import DecodeChoice, choose_prefill, hardware_of
+from triton_kv.choices import DecodeChoice, choose_hopper, choose_prefill, hardware_of
 from triton_kv.decode import (
     CHUNK_WORDS,
     QUERY_STEPS,
@@ -137,10 +137,17 @@ class _Calls:
         operands, hardware = self.operands, hardware_of(self.operands.device)
         group = self.num_query_heads // operands.num_kv_heads
         representative: dict[object, Batch] = {}
-        query_lens = {*range(1, min(max_tokens, 128) + 1), max_tokens}  # from 128 on every choice is the same
-        for num_seqs in {1, *(n for n in (255, 256, 1023, 1024) if n <= max_seqs), max_seqs}:
+        # From 128 on every portable choice is the same, and from 128 * group on every one of the Hopper kernel.
+        packings = {
+            choose_hopper(1, n, group, operands.head_dim, hardware).packed: n
+            for n in range(1, min(max_tokens, 128 * group + 1) + 1)
+        }
+        query_lens = {*range(1, min(max_tokens, 128) + 1), *packings.values(), max_tokens}
+        edges = (1, 15, 16, 31, 32, 63, 64, 127, 255, 256, 1023, 1024)
+        for num_seqs in {*(n for n in edges if n <= max_seqs), max_seqs}:
             for query_len in query_lens:
-                choice = choose_prefill(
+                on_hopper = choose_hopper(num_seqs, query_len, group, operands.head_dim, hardware)
+                portable = choose_prefill(
                     num_seqs,
                     query_len,
                     group,
@@ -150,12 +157,14 @@ class _Calls:
                     operands.dtype.itemsize,
                     hardware,
                 )
-                representative[choice] = self._batch(num_seqs, query_len, has_starts=True)
-        launches: list[Launch] = []
+                representative[portable, on_hopper] = self._batch(num_seqs, query_len, has_starts=True)
+        launches: dict[object, Launch] = {}
         q, out, lse = self._tokens(max_tokens)
         for batch in representative.values():
-            launches += prefill_launches(q, operands, batch, out, lse, self._scoring(), hardware=hardware)
-        return launches
+            for launch in prefill_launches(q, operands, batch, out, lse, self._scoring(), hardware=hardware):
+                constants = tuple(value for name, value in launch.arguments.items() if name.isupper())
+                launches[launch.kernel, constants, launch.num_warps, launch.num_stages] = launch
+        return list(launches.values())
 
     def _batch(self, num_seqs: int, queries: int, *, has_starts: bool) -> Batch:
         def words(*shape: int) -> torch.Tensor:

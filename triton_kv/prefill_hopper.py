@@ -44,8 +44,9 @@ _forced: ContextVar[str | None] = ContextVar("triton_kv_prefill_kernel", default
 def use_prefill_kernel(name: str | None) -> Iterator[None]:
     """Attention with `query_start_loc` runs on one kernel inside the block: "portable" or "hopper"; None chooses.
 
-    A captured graph keeps the kernel it was captured with. "hopper" makes `paged_attention` raise `ValueError`, with
-    the reason, for a call that this kernel cannot take.
+    Batches of a few query tokens a sequence, which would go to the decode kernels, are no exception. A captured graph
+    keeps the kernel it was captured with. "hopper" makes `paged_attention` raise `ValueError`, with the reason, for a
+    call that this kernel cannot take.
     """
     if name is not None and name not in PREFILL_KERNELS:
         raise ValueError(f"there is no prefill kernel {name!r}; choose from {', '.join(PREFILL_KERNELS)}")
@@ -54,6 +55,11 @@ def use_prefill_kernel(name: str | None) -> Iterator[None]:
         yield
     finally:
         _forced.reset(token)
+
+
+def forced_prefill_kernel() -> str | None:
+    """What `use_prefill_kernel` says here."""
+    return _forced.get()
 
 
 def hopper_launches(

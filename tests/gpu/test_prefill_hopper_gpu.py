@@ -17,7 +17,7 @@ from tests.attention_cases import (
     varlen,
 )
 from triton_kv.attention import paged_attention, paged_attention_reference
-from triton_kv.choices import hardware_of, refuse_hopper
+from triton_kv.choices import HOPPER_TRITONS, hardware_of, refuse_hopper
 from triton_kv.metadata import AttentionMetadata
 from triton_kv.prefill_hopper import TRITON_VERSION, use_prefill_kernel
 
@@ -67,11 +67,13 @@ OWN_CASES = (
 
 
 def taken(cases):
-    """The cases whose block size the kernel takes, at both head dims and in both types."""
+    """The cases whose scores and block size the kernel takes, at both head dims and in both types."""
     for case in cases:
+        if case.window or case.softcap or case.sinks or case.alibi:
+            continue
         for head_dim, dtype in ((128, BF16), (64, F16)):
             changed = replace(case, head_dim=head_dim, v_head_dim=head_dim, dtype=dtype)
-            if refuse_hopper(90, TRITON_VERSION, dtype, head_dim, head_dim, case.block_size) is None:
+            if refuse_hopper(90, HOPPER_TRITONS[0], dtype, head_dim, head_dim, case.block_size) is None:
                 yield pytest.param(changed, id=f"{case}-{head_dim}")
 
 
