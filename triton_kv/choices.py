@@ -273,6 +273,11 @@ _HOPPER_ROWS = 128
 _HOPPER_KEYS = 128
 _HOPPER_MAX_PACKED = 64
 _HOPPER_L2_BYTES = 40_000_000  # of 50 (H100, H200: 60), which K and V of the tiles in flight may fill
+_HOPPER_MAX_SCAN = 256
+_HOPPER_COMPARISONS = 512  # items times sequences that a program of the work list, one warp, compares at a time
+# Batches whose longest rows, query tokens times query heads a KV head, are at most so many go to the portable kernel:
+# half of a tile of the Hopper kernel would be idle.
+PORTABLE_ROWS = 64
 # Triton releases whose compiler makes of the Hopper kernel what tests/aot asks for. With 3.8 and 3.9 the consumers'
 # registers spill (head_dim 128: 48 and 88 bytes a thread).
 HOPPER_TRITONS = ((3, 6), (3, 7))
@@ -286,7 +291,7 @@ class HopperChoice:
     keys: int  # a tile
     stages: int  # tiles of K, and of V, in flight
     span: int  # tiles of keys, over heads, that share the L2
-    items: int  # of the work list that one program places at a time
+    items: int  # of the work list that one program places
     scan: int  # sequences that it looks at at a time
     use_pdl: bool
 
@@ -304,6 +309,10 @@ class HopperChoice:
     def most_items(self, num_tokens: int, num_seqs: int, num_kv_heads: int) -> int:
         """Items of the longest work list, however the tokens are shared out."""
         return (num_tokens // self.tokens + num_seqs + 1) * num_kv_heads
+
+    def most_groups(self, num_tokens: int, num_seqs: int) -> int:
+        """Groups of `items` tiles of one sequence that one head of the longest work list has."""
+        return num_tokens // (self.tokens * self.items) + num_seqs + 1
 
     def suspects_start(self, num_tokens: int, num_seqs: int, num_kv_heads: int) -> int:
         """Words of the work list in front of its marks, one a sequence."""
@@ -351,21 +360,30 @@ def choose_hopper(num_seqs: int, max_query_len: int, group: int, head_dim: int, 
         if width >= group:
             break
         width *= 2
+    scan = min(max(16, triton.next_power_of_2(num_seqs + 1)), _HOPPER_MAX_SCAN)
     return HopperChoice(
         packed=packed,
         keys=_HOPPER_KEYS,
         stages=2 if head_dim == 128 else 3,
         span=_HOPPER_L2_BYTES // (2 * _HOPPER_KEYS * head_dim * 2),
-        items=32,
-        scan=min(max(16, triton.next_power_of_2(num_seqs + 1)), 128),
+        items=_HOPPER_COMPARISONS // scan,
+        scan=scan,
         use_pdl=True,
     )
+
+
+def most_work_words(max_tokens: int, max_seqs: int, group: int, num_kv_heads: int) -> int:
+    """int32 words that hold the work list of any batch of so many tokens and sequences."""
+    packed = min(triton.next_power_of_2(group), _HOPPER_MAX_PACKED)
+    tokens = _HOPPER_ROWS // packed
+    return 8 + 8 * (max_tokens // tokens + max_seqs + 1) * num_kv_heads + max_seqs
 
 
 __all__ = [
     "HOPPER_TRITONS",
     "INTERPRETER",
     "INVARIANT_SPLIT_TOKENS",
+    "PORTABLE_ROWS",
     "PREFILL_ROWS",
     "DecodeChoice",
     "Hardware",
@@ -376,6 +394,7 @@ __all__ = [
     "choose_prefill",
     "hardware_of",
     "lanes_of",
+    "most_work_words",
     "reads_scalar_ids",
     "refuse_hopper",
 ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from triton_kv.attention import prefill_launches
-from triton_kv.choices import DecodeChoice, choose_hopper, choose_prefill, hardware_of
+from triton_kv.choices import DecodeChoice, choose_hopper, choose_prefill, hardware_of, most_work_words
 from triton_kv.decode import (
     CHUNK_WORDS,
     QUERY_STEPS,
@@ -22,6 +22,7 @@ from triton_kv.decode import (
 )
 from triton_kv.launch import Launch
 from triton_kv.layer import operands_of
+from triton_kv.prefill_hopper import prepare_work_launch, takes_list
 from triton_kv.scoring import Scoring
 from triton_kv.spec import AttentionSpec, positive_int
 from triton_kv.writing import write_launch
@@ -79,7 +80,7 @@ def compile_kernels(
     with torch.cuda.device(cache.device):
         launches = [
             *calls.decodes(max_seqs, max_tokens, batch_invariant, plan),
-            *calls.prefills(max_seqs, max_tokens),
+            *calls.prefills(max_seqs, max_tokens, plan),
             *_writes(operands, num_query_heads, max_tokens),
             *cache.zero_launches(),
             *cache.copy_launches(),
@@ -133,7 +134,7 @@ class _Calls:
                 )
         return launches
 
-    def prefills(self, max_seqs: int, max_tokens: int) -> list[Launch]:
+    def prefills(self, max_seqs: int, max_tokens: int, plan: bool) -> list[Launch]:
         operands, hardware = self.operands, hardware_of(self.operands.device)
         group = self.num_query_heads // operands.num_kv_heads
         representative: dict[object, Batch] = {}
@@ -161,7 +162,11 @@ class _Calls:
         launches: dict[object, Launch] = {}
         q, out, lse = self._tokens(max_tokens)
         for batch in representative.values():
-            for launch in prefill_launches(q, operands, batch, out, lse, self._scoring(), hardware=hardware):
+            called = prefill_launches(q, operands, batch, out, lse, self._scoring(), hardware=hardware)
+            if plan and takes_list(operands, batch, group, self.window, hardware):
+                work = _meta(most_work_words(max_tokens, max_seqs, group, operands.num_kv_heads), dtype=torch.int32)
+                called += (prepare_work_launch(operands, batch, group, work, num_tokens=max_tokens, hardware=hardware),)
+            for launch in called:
                 constants = tuple(value for name, value in launch.arguments.items() if name.isupper())
                 launches[launch.kernel, constants, launch.num_warps, launch.num_stages] = launch
         return list(launches.values())

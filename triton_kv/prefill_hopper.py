@@ -9,15 +9,16 @@ from __future__ import annotations
 import warnings
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 
-from triton_kv.choices import Hardware, HopperChoice, choose_hopper, refuse_hopper
-from triton_kv.decode import Batch, stride_token
-from triton_kv.kernels.prefill_work import work_kernel
+from triton_kv.choices import PORTABLE_ROWS, Hardware, HopperChoice, choose_hopper, refuse_hopper
+from triton_kv.decode import Batch, decodes, stride_token
+from triton_kv.kernels.prefill_work import CHECKERS, work_kernel
 from triton_kv.launch import Launch
 
 if TYPE_CHECKING:
@@ -34,8 +35,7 @@ _CHANNELS = 64  # 16-bit channels a box: the 128 bytes that shared memory is swi
 _CONSUMER_ROWS = 64
 _MAX_STRIDE_BYTES = 1 << 40  # of a copy engine's descriptor
 _LEAST_SCALE = 2.0**-30  # hidden scores must stay far below any other after scaling
-_ENTRIES = 1024  # block ids that a program checks at a time
-_MAX_PARTS = 64  # programs that share one sequence's items
+_ENTRIES = 512  # block ids that a program checks at a time
 
 _forced: ContextVar[str | None] = ContextVar("triton_kv_prefill_kernel", default=None)
 
@@ -62,6 +62,19 @@ def forced_prefill_kernel() -> str | None:
     return _forced.get()
 
 
+def goes_to_decode(batch: Batch, group: int) -> bool:
+    """Whether a batch runs on the decode kernels: few query tokens a sequence, and no prefill kernel forced."""
+    if batch.query_start_loc is not None and _forced.get() is not None:
+        return False
+    return decodes(batch, group)
+
+
+def _stays_portable(batch: Batch, group: int) -> bool:
+    """Whether the portable kernel is asked for, or faster than half-empty tiles."""
+    forced = _forced.get()
+    return forced == "portable" or (forced is None and batch.max_query_len * group <= PORTABLE_ROWS)
+
+
 def hopper_launches(
     q: torch.Tensor,
     operands: LayerOperands,
@@ -71,56 +84,72 @@ def hopper_launches(
     scoring: Scoring,
     *,
     hardware: Hardware,
-) -> tuple[Launch, Launch] | None:
+    work: torch.Tensor | None = None,
+) -> tuple[Launch, ...] | None:
     """The launches of attention on the Hopper kernel, or None where the portable kernel runs.
 
-    Looks at shapes, strides, alignments and dtypes only, so meta tensors will do; allocates the list on q's device.
+    `work` is the step's list where `AttentionPlan.prepare` made it; otherwise the first launch makes it. Looks at
+    shapes, strides, alignments and dtypes only, so meta tensors will do; allocates the list on q's device.
     """
     forced = _forced.get()
-    if forced == "portable":
+    group = q.shape[1] // operands.num_kv_heads
+    if _stays_portable(batch, group):
         return None
-    reason = refuse_hopper(
-        hardware.architecture,
-        TRITON_VERSION,
-        q.dtype,
-        operands.head_dim,
-        operands.v_head_dim,
-        operands.block_size,
-    )
-    reason = reason or _refuse_scoring(scoring) or _refuse_tensors(q, operands, out)
+    reason = _refuse_geometry(operands, hardware) or _refuse_scoring(scoring) or _refuse_tensors(q, operands, out)
     if reason is None:
         reason = _gluon_refusal()
         if reason is None:
-            choice = choose_hopper(
-                batch.num_seqs,
-                batch.max_query_len,
-                q.shape[1] // operands.num_kv_heads,
-                operands.head_dim,
-                hardware,
-            )
-            work = work_launch(operands, batch, scoring.causal, choice, num_tokens=q.shape[0])
+            num_tokens = q.shape[0]
+            choice = choose_hopper(batch.num_seqs, batch.max_query_len, group, operands.head_dim, hardware)
+            launches = []
+            if work is None:
+                words = choice.work_words(num_tokens, batch.num_seqs, operands.num_kv_heads)
+                work = torch.empty(words, dtype=torch.int32, device=q.device)
+                launches.append(work_launch(operands, batch, scoring.causal, choice, work, num_tokens=num_tokens))
             attention = attention_launch(q, operands, batch, work, out, lse, scoring, choice, hardware=hardware)
             if operands.device.type == "cuda":
                 reason = _compile_refusal(attention)
             if reason is None:
-                return work, attention
+                return (*launches, attention)
         _warn(reason)
     if forced == "hopper":
         raise ValueError(f"the Hopper prefill kernel cannot take this call: {reason}")
     return None
 
 
-def work_launch(
-    operands: LayerOperands, batch: Batch, causal: bool, choice: HopperChoice, *, num_tokens: int
+def could_take_lists(operands: LayerOperands, window: int, hardware: Hardware) -> bool:
+    """Whether causal calls over such layers could run on the Hopper kernel."""
+    return not window and _refuse_geometry(operands, hardware) is None and _gluon_refusal() is None
+
+
+def takes_list(operands: LayerOperands, batch: Batch, group: int, window: int, hardware: Hardware) -> bool:
+    """Whether causal calls over a batch that goes to prefill need a work list, as far as batch and geometry tell."""
+    return not _stays_portable(batch, group) and could_take_lists(operands, window, hardware)
+
+
+def prepare_work_launch(
+    operands: LayerOperands, batch: Batch, group: int, work: torch.Tensor, *, num_tokens: int, hardware: Hardware
 ) -> Launch:
-    """The launch that lists a step's work, the same for all layers of one geometry; it allocates the list."""
+    """The launch that lists a step's work for every causal layer. What follows waits for it, whatever it is."""
+    choice = choose_hopper(batch.num_seqs, batch.max_query_len, group, operands.head_dim, hardware)
+    return work_launch(operands, batch, True, replace(choice, use_pdl=False), work, num_tokens=num_tokens)
+
+
+def work_launch(
+    operands: LayerOperands,
+    batch: Batch,
+    causal: bool,
+    choice: HopperChoice,
+    work: torch.Tensor,
+    *,
+    num_tokens: int,
+) -> Launch:
+    """The launch that fills `work`, int32 `[choice.work_words(...)]` or more, with a step's list."""
     num_seqs, heads = batch.num_seqs, operands.num_kv_heads
-    words = choice.work_words(num_tokens, num_seqs, heads)
-    work = torch.empty(words, dtype=torch.int32, device=batch.seq_lens.device)
-    most_items = -(-batch.max_query_len // choice.tokens) * heads
+    num_groups = choice.most_groups(num_tokens, num_seqs)
     return Launch(
         kernel=work_kernel,
-        grid=(num_seqs + 1, min(_MAX_PARTS, -(-most_items // choice.items))),
+        grid=(num_groups * heads + num_seqs * CHECKERS.value,),
         arguments={
             "block_table_ptr": batch.block_table,
             "seq_lens_ptr": batch.seq_lens,
@@ -128,9 +157,10 @@ def work_launch(
             "table_rows_ptr": batch.table_rows,
             "control_ptr": operands.control,
             "work_ptr": work,
-            "suspects_ptr": work[choice.suspects_start(num_tokens, num_seqs, heads) :],
+            "marks_ptr": work[choice.suspects_start(num_tokens, num_seqs, heads) :].view(torch.int8),
             "num_tokens": num_tokens,
             "num_seqs": num_seqs,
+            "num_groups": num_groups,
             "table_width": batch.block_table.shape[1],
             "num_blocks": operands.num_blocks,
             "table_stride_row": batch.block_table.stride(0),
@@ -145,7 +175,7 @@ def work_launch(
             "ENTRIES": _ENTRIES,
             "USE_PDL": choice.use_pdl,
         },
-        num_warps=4,
+        num_warps=1,
         num_stages=1,
     )
 
@@ -154,7 +184,7 @@ def attention_launch(
     q: torch.Tensor,
     operands: LayerOperands,
     batch: Batch,
-    work: Launch,
+    work: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor | None,
     scoring: Scoring,
@@ -162,7 +192,7 @@ def attention_launch(
     *,
     hardware: Hardware,
 ) -> Launch:
-    """The launch of attention over the list that `work` makes."""
+    """The launch of attention over the list that `work` holds."""
     from triton_kv.kernels.prefill_hopper import hopper_kernel
 
     num_tokens, num_query_heads, head_dim = q.shape
@@ -181,8 +211,8 @@ def attention_launch(
             "lse_ptr": lse,
             "block_table_ptr": batch.block_table,
             "control_ptr": operands.control,
-            "work_ptr": work.arguments["work_ptr"],
-            "suspects_ptr": work.arguments["suspects_ptr"],
+            "work_ptr": work,
+            "suspects_ptr": work[choice.suspects_start(num_tokens, batch.num_seqs, operands.num_kv_heads) :],
             "table_width": batch.block_table.shape[1],
             "num_blocks": operands.num_blocks,
             "table_stride_row": batch.block_table.stride(0),
@@ -226,6 +256,18 @@ def _pages(cache: torch.Tensor, choice: HopperChoice) -> Any:
 
     box = [1, min(cache.shape[1], choice.keys), 1, _CHANNELS]
     return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), box, NVMMASharedLayout(128, 16, 4))
+
+
+def _refuse_geometry(operands: LayerOperands, hardware: Hardware) -> str | None:
+    """Why the kernel does not run on this GPU or over such a cache, or None."""
+    return refuse_hopper(
+        hardware.architecture,
+        TRITON_VERSION,
+        operands.dtype,
+        operands.head_dim,
+        operands.v_head_dim,
+        operands.block_size,
+    )
 
 
 def _refuse_scoring(scoring: Scoring) -> str | None:
@@ -296,7 +338,11 @@ __all__ = [
     "PREFILL_KERNELS",
     "TRITON_VERSION",
     "attention_launch",
+    "could_take_lists",
+    "goes_to_decode",
     "hopper_launches",
+    "prepare_work_launch",
+    "takes_list",
     "use_prefill_kernel",
     "work_launch",
 ]

@@ -12,7 +12,7 @@ from tests.attention_cases import BF16, F16, F32, SHAPES, AttentionShape, shape_
 from tests.prefill_cases import HOPPER_VARIANTS, hopper_pair
 from triton_kv import attention, compilation, prefill_hopper
 from triton_kv.attention import prefill_launches
-from triton_kv.choices import HOPPER_TRITONS, Hardware, HopperChoice, choose_hopper, refuse_hopper
+from triton_kv.choices import HOPPER_TRITONS, Hardware, HopperChoice, choose_hopper, most_work_words, refuse_hopper
 from triton_kv.decode import Batch
 from triton_kv.prefill_hopper import use_prefill_kernel
 from triton_kv.scoring import Scoring
@@ -189,12 +189,15 @@ def test_everything_that_serving_reaches_is_compiled_ahead(shape, monkeypatch):
     calls = compilation._Calls(
         shape_operands(shape), shape.num_kv_heads * shape.group, False, False, 0, 0.0, False, False
     )
-    compiled = {constants(launch) for launch in calls.prefills(max_seqs, max_tokens)}
-    assert {name for name, _ in compiled} == {"work_kernel", "hopper_kernel"}
-    assert len(compiled) < 20
+    launches = calls.prefills(max_seqs, max_tokens, True)
+    compiled = {constants(launch) for launch in launches}
+    assert {name for name, _ in compiled} == {"work_kernel", "hopper_kernel", "prefill_kernel"}
+    # The list is made in a call or by a plan, and scans one of five numbers of sequences.
+    assert len([launch for launch in launches if launch.kernel.__name__ == "work_kernel"]) <= 2 * 5 * 3
+    assert len(compiled) < 40
     reached = set()
     for num_seqs in (1, 2, 14, 15, 16, 30, 31, 40, 63, 64, 100, 127, 128, 256, 300):
-        for query_len in (17, 33, 64, 100, 128, 129, 500, 770, 897, 1000, 1025, 2048):
+        for query_len in (9, 17, 33, 64, 100, 128, 129, 500, 770, 897, 1000, 1025, 2048):
             calls_of = Batch(
                 *(torch.empty(*size, dtype=torch.int32, device="meta") for size in ((num_seqs, 9), (num_seqs,))),
                 torch.empty(num_seqs + 1, dtype=torch.int32, device="meta"),
@@ -205,6 +208,12 @@ def test_everything_that_serving_reaches_is_compiled_ahead(shape, monkeypatch):
             scoring = Scoring(0.1, True, 0, 0.0, None, None)
             launches = prefill_launches(q, shape_operands(shape), calls_of, q, None, scoring, hardware=H200)
             reached |= {constants(launch) for launch in launches}
+            if prefill_hopper.takes_list(shape_operands(shape), calls_of, shape.group, 0, H200):
+                work = torch.empty(1 << 20, dtype=torch.int32, device="meta")
+                planned = prefill_hopper.prepare_work_launch(
+                    shape_operands(shape), calls_of, shape.group, work, num_tokens=2048, hardware=H200
+                )
+                reached.add(constants(planned))
     assert reached <= compiled
 
 
@@ -221,3 +230,50 @@ def test_a_forced_kernel_takes_batches_that_would_decode():
     assert kernels() == ["decode_kernel", "join_kernel"]
     with use_prefill_kernel("portable"):
         assert kernels() == ["prefill_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("query_len", "expected"),
+    [
+        pytest.param(4, "decode_kernel", id="16_rows"),
+        pytest.param(8, "decode_kernel", id="32_rows"),
+        pytest.param(9, "prefill_kernel", id="36_rows"),
+        pytest.param(16, "prefill_kernel", id="64_rows"),
+        pytest.param(17, "work_kernel", id="68_rows"),
+        pytest.param(32, "work_kernel", id="128_rows"),
+    ],
+)
+def test_rows_of_the_longest_sequence_choose_the_kernel(query_len, expected, monkeypatch):
+    monkeypatch.setattr(attention, "hardware_of", lambda device: H200)
+    words = {"dtype": torch.int32, "device": "meta"}
+    batch = Batch(torch.empty(64, 9, **words), torch.empty(64, **words), torch.empty(65, **words), None, query_len)
+    q = torch.empty(64 * query_len, 32, 128, dtype=BF16, device="meta")
+    scoring = Scoring(0.1, True, 0, 0.0, None, None)
+    launches = attention._launches(q, shape_operands(MODEL), batch, q, None, scoring, False, None)
+    assert launches[0].kernel.__name__ == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    num_seqs=st.integers(1, 600),
+    query_len=st.integers(1, 3000),
+    num_tokens=st.integers(1, 9000),
+    group=st.integers(1, 128),
+    num_kv_heads=st.integers(1, 9),
+)
+def test_a_plans_list_holds_that_of_every_smaller_batch(num_seqs, query_len, num_tokens, group, num_kv_heads):
+    choice = choose_hopper(num_seqs, query_len, group, 128, H200)
+    needed = choice.work_words(num_tokens, num_seqs, num_kv_heads)
+    assert needed <= most_work_words(num_tokens, num_seqs, group, num_kv_heads)
+    assert most_work_words(num_tokens, num_seqs, group, num_kv_heads) <= most_work_words(9000, 600, group, num_kv_heads)
+
+
+def test_a_given_list_leaves_out_the_launch_that_makes_one():
+    words = {"dtype": torch.int32, "device": "meta"}
+    batch = Batch(torch.empty(2, 9, **words), torch.empty(2, **words), torch.empty(3, **words), None, 100)
+    q, work = rows(4096, 128), torch.empty(5000, **words)
+    scoring = Scoring(0.1, True, 0, 0.0, None, None)
+    operands = shape_operands(MODEL)
+    (launch,) = prefill_launches(q, operands, batch, q, None, scoring, hardware=H200, work=work)
+    assert launch.kernel.__name__ == "hopper_kernel"
+    assert launch.arguments["work_ptr"] is work

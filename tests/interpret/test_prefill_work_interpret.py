@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.attention_cases import NEGATIVE, OVER, make_tensors, varlen
+from triton_kv import prefill_hopper
 from triton_kv.choices import HopperChoice
 from triton_kv.decode import Batch
 from triton_kv.layer import LayerCache, operands_of
@@ -20,10 +21,12 @@ CASES = (
     varlen("padding", (9, 20), (3, 3), padding_tokens=37, **HEADS),
     varlen("padding_only", (0, 0), padding_tokens=4, **HEADS),
     varlen("non_causal", (40, 90), (33, 33), (5, 0), causal=False, **HEADS),
+    varlen("one_token_each", *((1, 11 * i) for i in range(1, 17)), (90, 200), **HEADS),
     varlen("table_rows", (40, 90), (0, 0), (5, 33), table_rows=True, **HEADS),
     varlen("bad_ids", (9, 70), (5, 33), (0, 20), (4, 16), **HEADS, bad_entries=((0, 1, OVER), (1, 2, NEGATIVE))),
+    varlen("bad_ids_far_in", (9, 400), (5, 290), **HEADS, bad_entries=((0, 17, OVER), (0, 9, OVER), (1, 18, NEGATIVE))),
     varlen("bad_ids_of_a_pair", (9, 70), (5, 33), **HEADS, layout="pair", bad_entries=((1, 0, OVER),)),
-    varlen("many", *((i % 7 * 5, 5 + i * 7 % 90) for i in range(24)), **HEADS),
+    varlen("many", *((i % 7 * 5, 5 + i * 7 % 90) for i in range(18)), **HEADS),
 )
 CHOICES = {
     "one_span": HopperChoice(8, 32, 2, span=100_000, items=8, scan=16, use_pdl=False),
@@ -58,13 +61,15 @@ def expected_items(case, rows, choice):
 
 @pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_tile_is_listed_once_and_in_order(case, choice):
+def test_every_tile_is_listed_once_and_in_order(case, choice, monkeypatch):
+    # Rows of the table in many pieces, or in one.
+    monkeypatch.setattr(prefill_hopper, "_ENTRIES", 1024 if choice is CHOICES["one_span"] else 2)
     tensors = make_tensors(case)
     batch, operands = Batch.of(tensors.metadata), operands_of(tensors.layer)
-    launch = work_launch(operands, batch, case.causal, choice, num_tokens=case.num_tokens)
-    work, suspects = launch.arguments["work_ptr"], launch.arguments["suspects_ptr"]
-    work.fill_(-7)
-    launch.run()
+    heads = case.num_kv_heads
+    work = torch.full((choice.work_words(case.num_tokens, batch.num_seqs, heads) + 3,), -7, dtype=torch.int32)
+    suspects = work[choice.suspects_start(case.num_tokens, batch.num_seqs, heads) :]
+    work_launch(operands, batch, case.causal, choice, work, num_tokens=case.num_tokens).run()
     rows = range(len(case.lengths)) if batch.table_rows is None else batch.table_rows.tolist()
     seeing, blind = expected_items(case, rows, choice)
     assert work[:2].tolist() == [len(seeing), len(blind)]
@@ -78,6 +83,7 @@ def test_every_tile_is_listed_once_and_in_order(case, choice):
     expected_suspects = {sequence for sequence, _, _ in case.bad_entries if case.query_lens[sequence]}
     asked = [i for i, (queries, length) in enumerate(zip(case.query_lens, case.lengths)) if queries and length]
     assert {i for i in asked if suspects[i]} == expected_suspects
+    assert suspects[batch.num_seqs :].tolist() == [-7] * 3
     if isinstance(tensors.layer, LayerCache):
         assert int(tensors.layer.control[1]) == len(tensors.bad)
 
