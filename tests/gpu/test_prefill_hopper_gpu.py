@@ -18,7 +18,9 @@ from tests.attention_cases import (
 )
 from triton_kv.attention import paged_attention, paged_attention_reference
 from triton_kv.choices import HOPPER_TRITONS, hardware_of, refuse_hopper
+from triton_kv.layer import LayerCache, operands_of
 from triton_kv.metadata import AttentionMetadata
+from triton_kv.plan import AttentionPlan
 from triton_kv.prefill_hopper import TRITON_VERSION, use_prefill_kernel
 
 pytestmark = pytest.mark.skipif(
@@ -117,6 +119,90 @@ def test_batches_of_serving_size_equal_the_reference(case):
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
     assert torch.equal(out, again[0])
     assert torch.equal(lse, again[1])
+
+
+PLANNED_CASES = (
+    *LARGE_CASES,
+    varlen("bad_ids", (40, 700), (130, 300), **MODEL, bad_entries=((0, 3, OVER), (0, 20, NEGATIVE), (1, 9, OVER))),
+    varlen("table_rows", (40, 700), (0, 9), (130, 300), **MODEL, table_rows=True),
+    varlen("group_7", (140, 300), (3, 33), **{**MODEL, "group": 7}),
+    varlen("pair", (140, 300), (3, 33), **MODEL, layout="pair"),
+)
+
+
+@pytest.mark.parametrize("case", PLANNED_CASES, ids=str)
+def test_a_plans_list_gives_the_same_bits(case):
+    tensors = make_tensors(case, "cuda")
+    metadata = tensors.metadata
+    plan = AttentionPlan(
+        tensors.layer, case.num_query_heads, max_seqs=metadata.num_seqs + 9, max_tokens=metadata.num_tokens + 100
+    )
+
+    def attend(**arguments):
+        return paged_attention(
+            tensors.q, tensors.layer, metadata, out=tensors.out(), causal=case.causal, return_lse=True, **arguments
+        )
+
+    with use_prefill_kernel("hopper"):
+        out, lse = attend()
+        if isinstance(tensors.layer, LayerCache):
+            tensors.layer.control[1:].zero_()
+        plan.prepare(metadata)
+        used = plan.workspace_for(tensors.q, operands_of(tensors.layer), metadata, 0, case.causal, False)
+        assert (used is not None) == case.causal
+        for _ in range(3):  # layers
+            planned_out, planned_lse = attend(plan=plan)
+            assert torch.equal(planned_out, out)
+            assert torch.equal(planned_lse, lse)
+    # Bad ids are counted once a step, not once a layer.
+    if isinstance(tensors.layer, LayerCache) and case.causal:
+        assert int(tensors.layer.control[1]) == len(tensors.bad)
+
+
+def test_a_plan_lists_work_in_a_captured_graph():
+    """Captured over one prompt, with prepare in front of two layers; then lengths and starts change in place."""
+    torch.manual_seed(0)
+    batch, num_tokens, num_blocks, width = 6, 400, 600, 64
+    layers = [torch.randn(2, num_blocks, 16, 8, 128, device="cuda", dtype=BF16) for _ in range(2)]
+    q = torch.randn(num_tokens, 32, 128, device="cuda", dtype=BF16)
+    int32 = {"dtype": torch.int32, "device": "cuda"}
+    metadata = AttentionMetadata(
+        block_table=torch.randint(0, num_blocks, (batch, width), **int32),
+        seq_lens=torch.full((batch,), 400, **int32),
+        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device="cuda"),
+        num_tokens=num_tokens,
+        num_seqs=batch,
+        max_query_len=num_tokens,
+        query_start_loc=torch.tensor([0] + [400] * batch, **int32),
+    )
+    plan = AttentionPlan((layers[0][0], layers[0][1]), 32, max_seqs=8, max_tokens=512)
+    outs = [torch.empty_like(q) for _ in layers]
+
+    def step():
+        plan.prepare(metadata)
+        for layer, out in zip(layers, outs):
+            paged_attention(q, (layer[0], layer[1]), metadata, plan=plan, out=out)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for queries, lengths in (
+        ([400, 0, 0, 0, 0, 0], [400, 0, 0, 0, 0, 0]),
+        ([1, 100, 7, 33, 200, 1], [1000, 100, 700, 33, 1000, 1]),
+        ([66, 66, 67, 67, 67, 67], [66, 166, 367, 567, 767, 967]),
+        ([3, 0, 0, 0, 0, 90], [1024, 0, 0, 0, 0, 91]),
+    ):
+        metadata.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        metadata.query_start_loc.copy_(torch.tensor([0, *queries], dtype=torch.int32).cumsum(0))
+        for out in outs:
+            out.fill_(torch.nan)
+        graph.replay()
+        for layer, out in zip(layers, outs):
+            own = paged_attention(q, (layer[0], layer[1]), metadata)
+            assert torch.equal(out, own)
+            expected = paged_attention_reference(q, (layer[0], layer[1]), metadata)
+            torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_one_captured_graph_is_right_for_every_later_batch():
