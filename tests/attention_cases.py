@@ -12,6 +12,7 @@ from triton_kv.attention import prefill_launches
 from triton_kv.decode import Batch, decode_launches, decodes
 from triton_kv.layer import LayerCache, LayerOperands
 from triton_kv.metadata import AttentionMetadata
+from triton_kv.prefill_hopper import use_prefill_kernel
 from triton_kv.scoring import Scoring
 
 if TYPE_CHECKING:
@@ -500,7 +501,9 @@ def shape_launches(shape: AttentionShape, hardware: Hardware, *, every: bool = T
             for part, launch in zip(("decode", "join"), pair):
                 keep(f"{part}-{name}", launch)
         else:
-            keep(f"prefill-{name}", prefill_launches(q, operands, batch, out, lse, scoring, hardware=hardware)[0])
+            with use_prefill_kernel("portable"):  # it runs wherever the other one cannot
+                (launch,) = prefill_launches(q, operands, batch, out, lse, scoring, hardware=hardware)
+            keep(f"prefill-{name}", launch)
 
     for num_seqs in NUM_SEQS if every else (1, 64):
         add(str(num_seqs), num_seqs, None)

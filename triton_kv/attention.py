@@ -13,7 +13,6 @@ from triton_kv.decode import (
     cache_geometry,
     choice_of,
     decode_launches,
-    decodes,
     make_workspace,
     row_divisor,
     stride_token,
@@ -24,6 +23,7 @@ from triton_kv.launch import Launch, eager, interpreted, register
 from triton_kv.launch_cache import LaunchCache, described
 from triton_kv.layer import OPERANDS_SCHEMA, LayerCache, LayerOperands, operands_of
 from triton_kv.metadata import AttentionMetadata
+from triton_kv.prefill_hopper import forced_prefill_kernel, goes_to_decode, hopper_launches
 from triton_kv.scoring import SCORING_SCHEMA, Scoring, make_scoring
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def paged_attention(
             of their context; without it each has one.
         scale: factor of the scores; `None` is head_dim ** -0.5.
         plan: owns the workspace, and what `prepare` found once a step for all layers; `None` allocates and finds it in
-            every call. It must have been prepared for this metadata; prefill does not need one.
+            every call. It must have been prepared for this metadata. For prefill it has something to share only if it
+            was made with `max_tokens`.
         causal: a query token sees the keys up to its own position; else all keys of its sequence.
         window: query i sees keys i - window + 1 and later; blocks before the window are not read. `None` is all.
         softcap: scores become softcap * tanh(score / softcap); 0 is none. Before `alibi_slopes`.
@@ -97,7 +98,8 @@ def paged_attention(
     key = None
     if isinstance(q, torch.Tensor) and q.is_cuda and eager(q, out, operands.k_cache, metadata.block_table):
         key = _call_key(q, operands, metadata, scale, causal, window, softcap, sinks, alibi_slopes, out, return_lse)
-        key = (*key, plan is None, batch_invariant)
+        lists = plan is not None and plan.max_tokens is not None
+        key = (*key, plan is None, lists, batch_invariant, forced_prefill_kernel())
     if key is None or not _CALLS.knows(key):
         _check(q, operands, metadata, out)
     if out is None:
@@ -118,7 +120,9 @@ def paged_attention(
             alibi_slopes=alibi_slopes,
         )
 
-    workspace = None if plan is None else plan.workspace_for(q, operands, metadata, window or 0, batch_invariant)
+    workspace = None
+    if plan is not None:
+        workspace = plan.workspace_for(q, operands, metadata, window or 0, causal, batch_invariant)
     if key is not None and q.shape[0]:
         _launch_known(key, q, operands, batch, out, lse, scoring, sinks, alibi_slopes, batch_invariant, workspace)
     else:
@@ -210,7 +214,7 @@ def _launch_known(
     workspace: Workspace | None,
 ) -> None:
     """An eager call on a GPU: what launches of this key have in common is made once."""
-    if workspace is None and decodes(batch, q.shape[1] // operands.num_kv_heads):
+    if workspace is None and goes_to_decode(batch, q.shape[1] // operands.num_kv_heads):
         choice = choice_of(batch, q.shape[1], operands, hardware_of(q.device), batch_invariant)
         workspace = make_workspace(batch, q.shape[1], operands, choice)
     partials, chunks = (None, None) if workspace is None else workspace
@@ -286,11 +290,16 @@ def prefill_launches(
     scoring: Scoring,
     *,
     hardware: Hardware,
-) -> tuple[Launch]:
-    """The launch of attention with any number of query tokens a sequence (at least one token).
+    work: torch.Tensor | None = None,
+) -> tuple[Launch, ...]:
+    """The launches of attention with any number of query tokens a sequence (at least one token).
 
-    Looks at shapes, strides and dtypes only, so meta tensors will do.
+    `work` is a plan's list for the Hopper kernel. Looks at shapes, strides, alignments and dtypes only, so meta tensors
+    will do.
     """
+    on_hopper = hopper_launches(q, operands, batch, out, lse, scoring, hardware=hardware, work=work)
+    if on_hopper is not None:
+        return on_hopper
     num_tokens, num_query_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = operands.num_kv_heads, operands.v_head_dim
     group = num_query_heads // num_kv_heads
@@ -448,8 +457,9 @@ def _launches(
     workspace: Workspace | None,
 ) -> tuple[Launch, ...]:
     hardware = hardware_of(q.device)
-    if not decodes(batch, q.shape[1] // operands.num_kv_heads):
-        return prefill_launches(q, operands, batch, out, lse, scoring, hardware=hardware)
+    if not goes_to_decode(batch, q.shape[1] // operands.num_kv_heads):
+        work = None if workspace is None else workspace.chunks
+        return prefill_launches(q, operands, batch, out, lse, scoring, hardware=hardware, work=work)
     return decode_launches(
         q,
         operands,

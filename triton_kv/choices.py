@@ -268,16 +268,133 @@ def choose_prefill(
     )
 
 
+# Rows, (query token, query head) pairs, of a tile of the Hopper kernel; keys of a tile; heads a box of Q may take.
+_HOPPER_ROWS = 128
+_HOPPER_KEYS = 128
+_HOPPER_MAX_PACKED = 64
+_HOPPER_L2_BYTES = 40_000_000  # of 50 (H100, H200: 60), which K and V of the tiles in flight may fill
+_HOPPER_MAX_SCAN = 256
+_HOPPER_COMPARISONS = 512  # items times sequences that a program of the work list, one warp, compares at a time
+# Batches whose longest rows, query tokens times query heads a KV head, are at most so many go to the portable kernel:
+# half of a tile of the Hopper kernel would be idle.
+PORTABLE_ROWS = 64
+# Triton releases whose compiler makes of the Hopper kernel what tests/aot asks for. With 3.8 and 3.9 the consumers'
+# registers spill (head_dim 128: 48 and 88 bytes a thread).
+HOPPER_TRITONS = ((3, 6), (3, 7))
+
+
+@dataclass(frozen=True, slots=True)
+class HopperChoice:
+    """How the Hopper prefill kernel cuts a batch."""
+
+    packed: int  # query heads of a group in the rows of a tile
+    keys: int  # a tile
+    stages: int  # tiles of K, and of V, in flight
+    span: int  # tiles of keys, over heads, that share the L2
+    items: int  # of the work list that one program places
+    scan: int  # sequences that it looks at at a time
+    use_pdl: bool
+
+    def __post_init__(self) -> None:
+        for name in ("packed", "keys", "items", "scan"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name} must be a power of two, got {value}")
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens a tile."""
+        return _HOPPER_ROWS // self.packed
+
+    def most_items(self, num_tokens: int, num_seqs: int, num_kv_heads: int) -> int:
+        """Items of the longest work list, however the tokens are shared out."""
+        return (num_tokens // self.tokens + num_seqs + 1) * num_kv_heads
+
+    def most_groups(self, num_tokens: int, num_seqs: int) -> int:
+        """Groups of `items` tiles of one sequence that one head of the longest work list has."""
+        return num_tokens // (self.tokens * self.items) + num_seqs + 1
+
+    def suspects_start(self, num_tokens: int, num_seqs: int, num_kv_heads: int) -> int:
+        """Words of the work list in front of its marks, one a sequence."""
+        return 8 + 8 * self.most_items(num_tokens, num_seqs, num_kv_heads)
+
+    def work_words(self, num_tokens: int, num_seqs: int, num_kv_heads: int) -> int:
+        """int32 words of the longest work list."""
+        return self.suspects_start(num_tokens, num_seqs, num_kv_heads) + num_seqs
+
+
+@lru_cache(maxsize=1024)
+def refuse_hopper(
+    architecture: int | str,
+    triton_version: tuple[int, int],
+    dtype: torch.dtype,
+    head_dim: int,
+    v_head_dim: int,
+    block_size: int,
+) -> str | None:
+    """Why the Hopper prefill kernel cannot take such a call, or None."""
+    if architecture != 90:
+        return f"it needs a GPU of compute capability 9.0, not {architecture}"
+    if triton_version not in HOPPER_TRITONS:
+        known = ", ".join(f"{major}.{minor}" for major, minor in HOPPER_TRITONS)
+        return f"it compiles without spilled registers with Triton {known}, not {triton_version[0]}.{triton_version[1]}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {dtype}"
+    if head_dim not in (64, 128) or v_head_dim != head_dim:
+        return f"it takes head_dim 64 and 128, the same for K and V, not {head_dim} and {v_head_dim}"
+    if block_size not in (16, 32, 64, 128, 256):
+        return f"it takes block sizes 16, 32, 64, 128 and 256, not {block_size}"
+    return None
+
+
+@lru_cache(maxsize=1024)
+def choose_hopper(num_seqs: int, max_query_len: int, group: int, head_dim: int, hardware: Hardware) -> HopperChoice:
+    """The choice for sequences of at most `max_query_len` query tokens, of `group` query heads a KV head each."""
+    packed, fewest = 1, 0
+    width = 1
+    while width <= _HOPPER_MAX_PACKED:
+        # Tiles of the longest sequence; wider boxes read K and V for more heads at once.
+        tiles = -(-max_query_len * width // _HOPPER_ROWS) * -(-group // width)
+        if fewest == 0 or tiles <= fewest:
+            packed, fewest = width, tiles
+        if width >= group:
+            break
+        width *= 2
+    scan = min(max(16, triton.next_power_of_2(num_seqs + 1)), _HOPPER_MAX_SCAN)
+    return HopperChoice(
+        packed=packed,
+        keys=_HOPPER_KEYS,
+        stages=2 if head_dim == 128 else 3,
+        span=_HOPPER_L2_BYTES // (2 * _HOPPER_KEYS * head_dim * 2),
+        items=_HOPPER_COMPARISONS // scan,
+        scan=scan,
+        use_pdl=True,
+    )
+
+
+def most_work_words(max_tokens: int, max_seqs: int, group: int, num_kv_heads: int) -> int:
+    """int32 words that hold the work list of any batch of so many tokens and sequences."""
+    packed = min(triton.next_power_of_2(group), _HOPPER_MAX_PACKED)
+    tokens = _HOPPER_ROWS // packed
+    return 8 + 8 * (max_tokens // tokens + max_seqs + 1) * num_kv_heads + max_seqs
+
+
 __all__ = [
+    "HOPPER_TRITONS",
     "INTERPRETER",
     "INVARIANT_SPLIT_TOKENS",
+    "PORTABLE_ROWS",
     "PREFILL_ROWS",
     "DecodeChoice",
     "Hardware",
+    "HopperChoice",
     "PrefillChoice",
     "choose_decode",
+    "choose_hopper",
     "choose_prefill",
     "hardware_of",
     "lanes_of",
+    "most_work_words",
     "reads_scalar_ids",
+    "refuse_hopper",
 ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from triton_kv.attention import prefill_launches
-from triton_kv.choices import DecodeChoice, choose_prefill, hardware_of
+from triton_kv.choices import DecodeChoice, choose_hopper, choose_prefill, hardware_of, most_work_words
 from triton_kv.decode import (
     CHUNK_WORDS,
     QUERY_STEPS,
@@ -22,6 +22,7 @@ from triton_kv.decode import (
 )
 from triton_kv.launch import Launch
 from triton_kv.layer import operands_of
+from triton_kv.prefill_hopper import prepare_work_launch, takes_list
 from triton_kv.scoring import Scoring
 from triton_kv.spec import AttentionSpec, positive_int
 from triton_kv.writing import write_launch
@@ -79,7 +80,7 @@ def compile_kernels(
     with torch.cuda.device(cache.device):
         launches = [
             *calls.decodes(max_seqs, max_tokens, batch_invariant, plan),
-            *calls.prefills(max_seqs, max_tokens),
+            *calls.prefills(max_seqs, max_tokens, plan),
             *_writes(operands, num_query_heads, max_tokens),
             *cache.zero_launches(),
             *cache.copy_launches(),
@@ -133,14 +134,21 @@ class _Calls:
                 )
         return launches
 
-    def prefills(self, max_seqs: int, max_tokens: int) -> list[Launch]:
+    def prefills(self, max_seqs: int, max_tokens: int, plan: bool) -> list[Launch]:
         operands, hardware = self.operands, hardware_of(self.operands.device)
         group = self.num_query_heads // operands.num_kv_heads
         representative: dict[object, Batch] = {}
-        query_lens = {*range(1, min(max_tokens, 128) + 1), max_tokens}  # from 128 on every choice is the same
-        for num_seqs in {1, *(n for n in (255, 256, 1023, 1024) if n <= max_seqs), max_seqs}:
+        # From 128 on every portable choice is the same, and from 128 * group on every one of the Hopper kernel.
+        packings = {
+            choose_hopper(1, n, group, operands.head_dim, hardware).packed: n
+            for n in range(1, min(max_tokens, 128 * group + 1) + 1)
+        }
+        query_lens = {*range(1, min(max_tokens, 128) + 1), *packings.values(), max_tokens}
+        edges = (1, 15, 16, 31, 32, 63, 64, 127, 255, 256, 1023, 1024)
+        for num_seqs in {*(n for n in edges if n <= max_seqs), max_seqs}:
             for query_len in query_lens:
-                choice = choose_prefill(
+                on_hopper = choose_hopper(num_seqs, query_len, group, operands.head_dim, hardware)
+                portable = choose_prefill(
                     num_seqs,
                     query_len,
                     group,
@@ -150,12 +158,18 @@ class _Calls:
                     operands.dtype.itemsize,
                     hardware,
                 )
-                representative[choice] = self._batch(num_seqs, query_len, has_starts=True)
-        launches: list[Launch] = []
+                representative[portable, on_hopper] = self._batch(num_seqs, query_len, has_starts=True)
+        launches: dict[object, Launch] = {}
         q, out, lse = self._tokens(max_tokens)
         for batch in representative.values():
-            launches += prefill_launches(q, operands, batch, out, lse, self._scoring(), hardware=hardware)
-        return launches
+            called = prefill_launches(q, operands, batch, out, lse, self._scoring(), hardware=hardware)
+            if plan and takes_list(operands, batch, group, self.window, hardware):
+                work = _meta(most_work_words(max_tokens, max_seqs, group, operands.num_kv_heads), dtype=torch.int32)
+                called += (prepare_work_launch(operands, batch, group, work, num_tokens=max_tokens, hardware=hardware),)
+            for launch in called:
+                constants = tuple(value for name, value in launch.arguments.items() if name.isupper())
+                launches[launch.kernel, constants, launch.num_warps, launch.num_stages] = launch
+        return list(launches.values())
 
     def _batch(self, num_seqs: int, queries: int, *, has_starts: bool) -> Batch:
         def words(*shape: int) -> torch.Tensor:

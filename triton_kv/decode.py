@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from triton_kv.scoring import Scoring
 
 QUERY_STEPS = (2, 4, 8, 16)  # query tokens a sequence with `query_start_loc`, at most
-MAX_DECODE_ROWS = 64  # query tokens times query heads a KV head: beyond, prefill's wide tiles are faster
+MAX_DECODE_ROWS = 32  # query tokens times query heads a KV head: beyond, prefill's wide tiles are faster
 _PREPARED_ENTRIES = 1024  # table entries that prepare_kernel checks at a time
 
 
@@ -53,10 +53,11 @@ class Batch(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Device memory of decode attention between its two launches."""
+    """Device memory of attention between its launches."""
 
     partials: torch.Tensor  # f32 [elements]
-    chunks: torch.Tensor | None  # int32 [num_chunks, CHUNK_WORDS], filled by prepare_kernel once a step
+    # int32 [num_chunks, CHUNK_WORDS], filled by prepare_kernel once a step; for prefill a plan's work list.
+    chunks: torch.Tensor | None
 
 
 def decodes(batch: Batch, group: int) -> bool:

@@ -1,4 +1,4 @@
-"""`AttentionPlan`: decode attention's device memory, and what all layers of a step would otherwise find again."""
+"""`AttentionPlan`: attention's device memory, and what all layers of a step would otherwise find again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from triton_kv.choices import hardware_of
+from triton_kv.choices import hardware_of, most_work_words
 from triton_kv.decode import (
     CHUNK_WORDS,
     QUERY_STEPS,
@@ -20,6 +20,7 @@ from triton_kv.decode import (
 from triton_kv.kernels.decode import prepare_kernel
 from triton_kv.launch import interpreted
 from triton_kv.layer import LayerCache, LayerOperands, operands_of
+from triton_kv.prefill_hopper import could_take_lists, goes_to_decode, prepare_work_launch, takes_list
 from triton_kv.scoring import make_scoring
 from triton_kv.spec import positive_int
 
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class AttentionPlan:
-    """Owns the workspace of decode attention for layers of one geometry, and prepares each step once for all of them.
+    """Owns the workspace of attention for layers of one geometry, and prepares each step once for all of them.
 
     ```python
-    plan = AttentionPlan(cache[0], num_query_heads, max_seqs=256)
+    plan = AttentionPlan(cache[0], num_query_heads, max_seqs=256, max_tokens=8192)
     plan.prepare(metadata)                                    # one small kernel a step, captured with the rest
     for layer in cache:
         out = paged_attention(q, layer, metadata, plan=plan)
@@ -45,7 +46,9 @@ class AttentionPlan:
         layer: a `LayerCache` or a pair of plain tensors; layers of the same heads, dims, block size and dtype share it.
         num_query_heads: of the whole layer.
         max_seqs: sequences of a batch, at most.
-        max_query_len: query tokens of a sequence, at most, in batches with `query_start_loc`.
+        max_query_len: query tokens of a sequence, at most, in batches that go to the decode kernels.
+        max_tokens: query tokens of a batch, at most: the plan then also makes the work list of prefill, once a step,
+            where the Hopper kernel runs. `None` leaves prefill to find its work in every call.
         max_blocks_per_seq: width of the block table; needed with `batch_invariant` alone.
         window, batch_invariant: as `paged_attention` will get them. Layers of another window need a plan of their own.
 
@@ -59,6 +62,7 @@ class AttentionPlan:
         *,
         max_seqs: int,
         max_query_len: int = 1,
+        max_tokens: int | None = None,
         max_blocks_per_seq: int | None = None,
         window: int | None = None,
         batch_invariant: bool = False,
@@ -66,6 +70,7 @@ class AttentionPlan:
         operands = operands_of(layer)
         self.max_seqs = positive_int("max_seqs", max_seqs)
         self.max_query_len = positive_int("max_query_len", max_query_len)
+        self.max_tokens = None if max_tokens is None else positive_int("max_tokens", max_tokens)
         if positive_int("num_query_heads", num_query_heads) % operands.num_kv_heads:
             raise ValueError(
                 f"num_query_heads {num_query_heads} must be a multiple of the layer's {operands.num_kv_heads} KV heads"
@@ -94,27 +99,39 @@ class AttentionPlan:
             interpreted(prepare_kernel) and operands.dtype != torch.bfloat16
         )
         self._prepared: tuple[int, int] | None = None  # sequences and query tokens of the step
+        self._listed: tuple[int, int, int] | None = None  # sequences, tokens, most of a sequence in the work list
         elements, num_chunks = self._sizes() if self._runs_kernels else (0, 0)
         self._partials = torch.empty(elements, dtype=torch.float32, device=operands.device)
         self._chunks = torch.zeros(num_chunks, CHUNK_WORDS.value, dtype=torch.int32, device=operands.device)
+        words = 0
+        if self.max_tokens is not None and could_take_lists(operands, self.window, self._hardware):
+            words = most_work_words(self.max_tokens, self.max_seqs, self._group, operands.num_kv_heads)
+        self._work = torch.zeros(words, dtype=torch.int32, device=operands.device)
 
     @property
     def num_bytes(self) -> int:
         """Device memory that the plan holds."""
-        return self._partials.nbytes + self._chunks.nbytes
+        return self._partials.nbytes + self._chunks.nbytes + self._work.nbytes
+
+    @property
+    def _group(self) -> int:
+        return self._num_query_heads // self._operands.num_kv_heads
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Finds where each chunk of this step's batch begins, and counts table entries outside the watermark.
 
         One kernel on the current stream; it reads lengths and table when it runs, so capture it in front of the layers.
-        Does not synchronise. For a batch that goes to prefill it does nothing. Raises `ValueError` for more sequences
-        or query tokens than the plan was made for.
+        Does not synchronise. For a batch that goes to prefill it makes the work list of causal layers, with
+        `max_tokens` and where the Hopper kernel runs, and otherwise does nothing. Raises `ValueError` for more
+        sequences or query tokens than the plan was made for.
         """
         batch = Batch.of(metadata)
         self._prepared = (batch.num_seqs, batch.queries)
+        self._listed = None
         if batch.num_seqs > self.max_seqs:
             raise ValueError(f"a batch of {batch.num_seqs} sequences, but the plan was made for {self.max_seqs}")
-        if not self._decodes(batch):
+        if not goes_to_decode(batch, self._group):
+            self._list_work(batch, metadata.num_tokens)
             return
         if batch.query_start_loc is not None and batch.max_query_len > self.max_query_len:
             raise ValueError(
@@ -132,12 +149,26 @@ class AttentionPlan:
         chunks = self._chunks[: choice.num_chunks]
         prepare_launch(self._operands, batch, self.window, choice, chunks).run(self._operands.device)
 
+    def _list_work(self, batch: Batch, num_tokens: int) -> None:
+        operands = self._operands
+        if self.max_tokens is None:
+            return
+        if num_tokens > self.max_tokens:
+            raise ValueError(f"a batch of {num_tokens} tokens, but the plan was made for max_tokens {self.max_tokens}")
+        if not self._runs_kernels or not takes_list(operands, batch, self._group, self.window, self._hardware):
+            return
+        prepare_work_launch(
+            operands, batch, self._group, self._work, num_tokens=num_tokens, hardware=self._hardware
+        ).run(operands.device)
+        self._listed = (batch.num_seqs, num_tokens, batch.max_query_len)
+
     def workspace_for(
         self,
         q: torch.Tensor,
         operands: LayerOperands,
         metadata: AttentionMetadata,
         window: int,
+        causal: bool,
         batch_invariant: bool,
     ) -> Workspace | None:
         """The workspace for one call; None where the call needs none. Raises `ValueError` where the two do not fit."""
@@ -156,13 +187,20 @@ class AttentionPlan:
                 f"the plan was prepared for (sequences, query tokens) {self._prepared}, but the metadata has "
                 f"{(batch.num_seqs, batch.queries)}: call plan.prepare(metadata) first in each step"
             )
-        if not self._runs_kernels or not self._decodes(batch):
+        if not self._runs_kernels:
             return None
+        if not goes_to_decode(batch, self._group):
+            if self._listed is None or not causal:
+                return None
+            if self._listed != (batch.num_seqs, metadata.num_tokens, batch.max_query_len):
+                raise ValueError(
+                    f"the plan lists work of (sequences, tokens, most of a sequence) {self._listed}, but the metadata "
+                    f"has {(batch.num_seqs, metadata.num_tokens, batch.max_query_len)}: call plan.prepare(metadata) "
+                    "first in each step"
+                )
+            return Workspace(self._partials, self._work)
         choice = choice_of(batch, self._num_query_heads, operands, self._hardware, self.batch_invariant)
         return Workspace(self._partials, self._chunks[: choice.num_chunks])
-
-    def _decodes(self, batch: Batch) -> bool:
-        return decodes(batch, self._num_query_heads // self._operands.num_kv_heads)
 
     def _sizes(self) -> tuple[int, int]:
         """f32 elements of the partials and the number of chunks, for the largest of the batches that may come."""
@@ -177,7 +215,7 @@ class AttentionPlan:
                     None,
                     queries,
                 )
-                if not self._decodes(batch):
+                if not decodes(batch, self._group):
                     continue
                 choice = choice_of(batch, self._num_query_heads, operands, self._hardware, self.batch_invariant)
                 needed = partial_elements(
@@ -189,6 +227,7 @@ class AttentionPlan:
     def __repr__(self) -> str:
         return (
             f"AttentionPlan(max_seqs={self.max_seqs}, max_query_len={self.max_query_len}, "
+            f"max_tokens={self.max_tokens}, "
             f"num_query_heads={self._num_query_heads}, window={self.window or None}, {self.num_bytes} bytes)"
         )
 

@@ -11,6 +11,7 @@ from tests.attention_cases import NUM_SEQS, PLAIN_SCORING, QUERY_LENS, SHAPES, s
 from triton_kv.attention import prefill_launches
 from triton_kv.choices import DecodeChoice, Hardware, PrefillChoice, choose_decode, choose_prefill, hardware_of
 from triton_kv.decode import Batch, decode_launches, partial_elements
+from triton_kv.prefill_hopper import use_prefill_kernel
 from triton_kv.scoring import Scoring
 
 H200 = Hardware(num_sms=132, architecture=90)
@@ -138,15 +139,9 @@ def test_prefill_tiles_cover_every_row_once(query_lens, padding, group):
     shape = dataclasses.replace(SHAPES[0], num_kv_heads=1, group=group)
     q = torch.empty(num_tokens, group, 128, dtype=torch.bfloat16, **meta)
     table, lens = torch.empty(num_seqs, 9, dtype=torch.int32, **meta), torch.empty(num_seqs, dtype=torch.int32, **meta)
-    (launch,) = prefill_launches(
-        q,
-        shape_operands(shape),
-        Batch(table, lens, torch.empty(num_seqs + 1, dtype=torch.int32, **meta), None, max(1, *query_lens)),
-        q,
-        None,
-        PLAIN,
-        hardware=H200,
-    )
+    batch = Batch(table, lens, torch.empty(num_seqs + 1, dtype=torch.int32, **meta), None, max(1, *query_lens))
+    with use_prefill_kernel("portable"):
+        (launch,) = prefill_launches(q, shape_operands(shape), batch, q, None, PLAIN, hardware=H200)
     rows = launch.arguments["ROWS"]
     ends = [*starts[1:], num_tokens]
     first_tiles = [start * group // rows + index for index, start in enumerate(starts)]

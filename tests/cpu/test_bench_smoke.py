@@ -17,6 +17,9 @@ def test_smoke(name, tmp_path):
     assert [case["id"] for case in record["cases"]] == [case.id for case in load_suite(name).smoke_cases]
     for case in record["cases"]:
         assert case["ok"], f"{case['id']}: {case.get('error')}"
+        planned = case["peers"].get("ours-planned")
+        assert (planned is not None) == (name in ("prefill", "mixed"))
+        assert planned is None or (planned["ok"] and planned["aside"])
     assert problems_of(record) == []
     assert record["env"]["command"] == "python -m bench run --smoke"
 

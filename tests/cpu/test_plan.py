@@ -21,7 +21,7 @@ def test_the_reference_goes_through_a_plan():
     out = paged_attention(TENSORS.q, TENSORS.layer, TENSORS.metadata, plan=plan)
     assert torch.equal(out, paged_attention(TENSORS.q, TENSORS.layer, TENSORS.metadata))
     assert plan.num_bytes == 0  # nothing to keep where no kernel runs
-    assert repr(plan).startswith("AttentionPlan(max_seqs=8, max_query_len=4, num_query_heads=4, window=None")
+    assert repr(plan).startswith("AttentionPlan(max_seqs=8, max_query_len=4, max_tokens=None, num_query_heads=4, ")
 
 
 def test_a_plan_must_be_prepared_for_the_batch():
@@ -36,6 +36,12 @@ def test_a_plan_must_be_prepared_for_the_batch():
         pytest.param({"max_seqs": 2}, decode("3", 5, 6, 7), "of 3 sequences, but the plan was made for 2", id="seqs"),
         pytest.param(
             {"max_query_len": 2}, varlen("3", (3, 9)), "3 query tokens a sequence, but the plan .* for 2", id="queries"
+        ),
+        pytest.param(
+            {"max_tokens": 40},
+            varlen("41", (40, 70), (1, 9)),
+            "a batch of 41 tokens, but the plan was made for max_tokens 40",
+            id="tokens",
         ),
         pytest.param(
             {"batch_invariant": True, "max_blocks_per_seq": 1},
@@ -75,6 +81,7 @@ def test_another_geometry_needs_another_plan():
 @pytest.mark.parametrize(
     ("fields", "error", "match"),
     [
+        pytest.param({"max_tokens": 0}, ValueError, "max_tokens must be at least 1", id="tokens"),
         pytest.param({"max_seqs": 0}, ValueError, "max_seqs must be at least 1", id="seqs"),
         pytest.param({"batch_invariant": True}, ValueError, "pass max_blocks_per_seq", id="invariant"),
         pytest.param({"window": 0}, ValueError, "window must be at least 1", id="window"),
