@@ -126,12 +126,15 @@ class AttentionPlan:
         sequences or query tokens than the plan was made for.
         """
         batch = Batch.of(metadata)
+        self._prepared = self._listed = None  # what is refused is not prepared
+        self._prepare(batch, metadata.num_tokens)
         self._prepared = (batch.num_seqs, batch.queries)
-        self._listed = None
+
+    def _prepare(self, batch: Batch, num_tokens: int) -> None:
         if batch.num_seqs > self.max_seqs:
             raise ValueError(f"a batch of {batch.num_seqs} sequences, but the plan was made for {self.max_seqs}")
         if not goes_to_decode(batch, self._group):
-            self._list_work(batch, metadata.num_tokens)
+            self._list_work(batch, num_tokens)
             return
         if batch.query_start_loc is not None and batch.max_query_len > self.max_query_len:
             raise ValueError(

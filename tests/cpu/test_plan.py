@@ -4,7 +4,11 @@ import pytest
 import torch
 
 from tests.attention_cases import decode, make_tensors, varlen
+from triton_kv import plan as plan_module
 from triton_kv.attention import paged_attention
+from triton_kv.choices import Hardware
+from triton_kv.decode import Batch, choice_of, decodes, make_workspace
+from triton_kv.layer import operands_of
 from triton_kv.plan import AttentionPlan
 
 TENSORS = make_tensors(decode("three", 5, 6, 7))
@@ -95,3 +99,42 @@ def test_bad_plans(fields, error, match):
 def test_heads_must_divide():
     with pytest.raises(ValueError, match="num_query_heads 5 must be a multiple of the layer's 2 KV heads"):
         AttentionPlan(TENSORS.layer, 5, max_seqs=1)
+
+
+def test_a_batch_that_was_refused_is_not_prepared():
+    plan = make_plan(max_seqs=2)
+    with pytest.raises(ValueError, match="of 3 sequences, but the plan was made for 2"):
+        plan.prepare(TENSORS.metadata)
+    with pytest.raises(ValueError, match=r"call plan\.prepare"):
+        paged_attention(TENSORS.q, TENSORS.layer, TENSORS.metadata, plan=plan)
+
+
+@pytest.mark.parametrize("max_query_len", [1, 2, 3, 16])
+@pytest.mark.parametrize("max_seqs", [1, 40, 64, 300])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_the_workspace_holds_every_batch_that_prepare_takes(monkeypatch, max_query_len, max_seqs, batch_invariant):
+    """Of an H200, whose choices differ by the number of sequences and of query tokens."""
+    hardware = Hardware(132, 90)
+    monkeypatch.setattr(plan_module, "hardware_of", lambda device: hardware)
+    monkeypatch.setattr(plan_module, "interpreted", lambda kernel: True)
+    width = 9
+    plan = AttentionPlan(
+        TENSORS.layer,
+        HEADS,
+        max_seqs=max_seqs,
+        max_query_len=max_query_len,
+        max_blocks_per_seq=width,
+        batch_invariant=batch_invariant,
+    )
+    operands = operands_of(TENSORS.layer)
+    for num_seqs in {1, min(2, max_seqs), min(63, max_seqs), min(64, max_seqs), max_seqs}:
+        for query_len in (None, *range(1, max_query_len + 1)):
+            starts = None if query_len is None else torch.empty(num_seqs + 1, device="meta")
+            table = torch.empty(num_seqs, width, device="meta")
+            batch = Batch(table, torch.empty(num_seqs, device="meta"), starts, None, query_len or 1)
+            if not decodes(batch, HEADS // operands.num_kv_heads):
+                continue
+            choice = choice_of(batch, HEADS, operands, hardware, batch_invariant)
+            needed = make_workspace(batch, HEADS, operands, choice, torch.device("meta")).partials.numel()
+            assert needed <= plan._partials.numel()
+            assert choice.num_chunks <= len(plan._chunks)

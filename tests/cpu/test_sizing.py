@@ -179,11 +179,11 @@ def test_tokens_and_sequences():
     assert plan.longest_sequence_tokens == 8192
     assert [plan.num_sequences(tokens) for tokens in (1, 16, 17, 8192, 8193)] == [512, 512, 256, 1, 0]
     spared = tkv.Plan(**{**vars(plan), "spare_blocks": 1})
-    assert (spared.num_tokens, spared.num_sequences(8192), spared.num_sequences(16)) == (8176, 0, 511)
+    assert (spared.longest_sequence_tokens, spared.num_sequences(8192), spared.num_sequences(16)) == (8176, 0, 511)
     with pytest.raises(ValueError, match="at least 1, got 0"):
         plan.num_sequences(0)
     with pytest.raises(ValueError, match="knows blocks, not tokens"):
-        _ = fit().num_tokens
+        _ = fit().longest_sequence_tokens
 
 
 def cost(name, block_bytes, block_size=16, capacity=10_000):
@@ -404,7 +404,7 @@ def test_target_and_draft_over_one_ledger():
     draft.extend(1)
     caches = {"target": target, "draft": draft}
     plan = tkv.plan_blocks(caches, ledger, headroom_bytes=0)
-    assert plan["target"].longest_sequence_tokens == plan["draft"].num_tokens
+    assert plan["target"].longest_sequence_tokens == plan["draft"].longest_sequence_tokens
     by_ratio = tkv.plan_blocks(caches, ledger, headroom_bytes=0, ratio={"draft": 1, "target": 9})
     assert by_ratio["target"].mapped_bytes > 8 * by_ratio["draft"].mapped_bytes
     with pytest.raises(ValueError, match="several caches"):
