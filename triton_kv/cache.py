@@ -66,12 +66,14 @@ class KVCache:
         geometry: CacheGeometry,
         buffers: Sequence[ExtensibleTensor],
         *,
+        layout: str = DEFAULT_ORDER,
         dense: bool = False,
         alias: bool = False,
         checked: bool = False,
         handles: HandlePolicy | None = None,
     ) -> None:
         self._geometry = geometry
+        self._layout = layout  # of groups that state none
         self._buffers = list(buffers)
         self._dense = dense
         self._handles = handles
@@ -141,6 +143,8 @@ class KVCache:
         groups, names = groups_of(layers, num_layers)
         if commit not in (None, "all"):
             raise ValueError(f'commit must be None or "all", got {commit!r}')
+        if fallback not in (None, "allocate"):
+            raise ValueError(f'fallback must be None or "allocate", got {fallback!r}')
         if memory is None:
             memory = open_or_allocate(device, fallback)
         elif not names_device(device, memory.device):
@@ -178,7 +182,7 @@ class KVCache:
         buffers: list[ExtensibleTensor] = []
         try:
             _reserve_buffers(geometry, memory, buffers, handles)
-            cache = cls(geometry, buffers, dense=dense, alias=alias, checked=checked, handles=handles)
+            cache = cls(geometry, buffers, layout=layout, dense=dense, alias=alias, checked=checked, handles=handles)
             logger.debug(
                 "reserved addresses for %d blocks (%.2f GiB of address space, no memory)",
                 capacity,
@@ -376,6 +380,7 @@ class KVCache:
             block_size=before.block_size,
             capacity=before.capacity,
             granularity=before.granularity,
+            layout=self._layout,
             dense=self._dense,
             beside=[layer.spec for layer in before.layers],
         )
@@ -431,7 +436,8 @@ class KVCache:
             return self._store.shrink(self._checked_remainder(num_blocks), after=after)
 
         def begin(confirm: Callable[[], None]) -> tuple[AbstractContextManager[Progress], int]:
-            return self._store.shrinking(self._checked_remainder(num_blocks), after=after), num_blocks
+            remainder = self._checked_remainder(num_blocks)
+            return self._store.shrinking(remainder, after=after), remainder
 
         return self._store.freed(change_together("shrink", group, begin, undoable=False))
 

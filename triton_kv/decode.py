@@ -226,6 +226,7 @@ def decode_launches(
         num_warps=choice.join_warps,
         num_stages=1,
         launch_pdl=choice.use_pdl,
+        max_registers=None if hardware.architecture == 90 else hardware.all_registers,
     )
     return decode, join
 

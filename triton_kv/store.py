@@ -26,6 +26,7 @@ from triton_kv.errors import (
     Forked,
     NothingCommitted,
     OutOfMemory,
+    TritonKVError,
     attach_failures,
     raise_together,
 )
@@ -172,7 +173,8 @@ class BlockStore:
         self._unneeded: list[PinnedBuffer] = []  # to be freed as soon as the driver does it
         self._block_spans: BlockSpans | None = None
         self._table: CopyTable | None = None
-        self._watchers: list[Callable[[MemoryChange], object]] = []
+        self._watchers: list[tuple[Callable[[MemoryChange], object]]] = []  # one tuple a registration
+        self._in_change = False
         self._pid = os.getpid()
         self._lock = threading.RLock()
         # Activated, so that a thread without a context is left without one; and not in inference mode, else changes
@@ -284,8 +286,13 @@ class BlockStore:
 
     def watch(self, callback: Callable[[MemoryChange], object]) -> Callable[[], None]:
         """`KVCache.watch`."""
-        self._watchers.append(callback)
-        return lambda: self._watchers.remove(callback) if callback in self._watchers else None
+        registered = (callback,)
+        self._watchers.append(registered)
+
+        def end() -> None:
+            self._watchers = [each for each in self._watchers if each is not registered]
+
+        return end
 
     # Growing.
 
@@ -556,6 +563,14 @@ class BlockStore:
         with self.locked():
             chosen = sorted(set(range(len(self.buffers)) if only is None else only))
             self._require_changeable("sleep", awake=chosen)
+            if not chosen and self.buffers:
+                yield Nap(Progress([]))
+                return
+            if self._alias == "on" and len(chosen) < len(self.buffers):
+                raise ValueError(
+                    "some groups cannot sleep while one granule stands for all segments (alias=True): extend past it "
+                    "first, or let all groups sleep"
+                )
             num_blocks = self._blocks_asleep if self._asleep else self.num_blocks
             blocks = range(num_blocks) if live is None else check_live(live, num_blocks)
             nap = Nap(Progress([self.buffers[index].buffer for index in chosen]))
@@ -639,6 +654,7 @@ class BlockStore:
         """
         with self.locked():
             self.require_usable()
+            self._require_no_change("wake")
             if self.memory.is_capturing():
                 raise CaptureError("wake")
             chosen = [index for index in self._asleep if only is None or index in only]
@@ -677,7 +693,7 @@ class BlockStore:
             except DriverError as error:
                 if prepared or not error.out_of_memory:
                     raise
-                raise self._out_of_memory(target, "wake()", error) from error
+                raise self._out_of_memory(target, "wake()", error, chosen) from error
             for index in chosen:
                 warn(self.memory, "a handle could not be released yet", self.buffers[index].buffer.settle_())
             self._unpin(*copies)
@@ -705,7 +721,7 @@ class BlockStore:
             return
         if self.memory.is_capturing():
             raise CaptureError("copy_blocks with pairs on the host (pass a tensor on the device instead)")
-        order = order_copies(pairs)
+        order = order_copies([tuple(whole_number("a block id", block) for block in pair) for pair in pairs])
         highest = max((max(pair) for copies in order for pair in copies), default=-1)
         if highest >= self.num_blocks:
             raise ValueError(f"block {highest} is not one of the {self.num_blocks} committed blocks")
@@ -817,6 +833,7 @@ class BlockStore:
     def _changing(self) -> Iterator[Transaction]:
         """One transaction over all buffers, with the device current; the store is broken if its undo fails."""
         transaction = Transaction()
+        self._in_change = True
         try:
             with self.memory.activate(), transaction:
                 yield transaction
@@ -824,6 +841,7 @@ class BlockStore:
             self.failures += 1
             raise
         finally:
+            self._in_change = False
             if transaction.undo_failures or any(buffer.broken for buffer, _ in self.buffers):
                 self._state = "broken"
 
@@ -856,7 +874,7 @@ class BlockStore:
         opposite = MemoryChange(
             "before" if change.phase == "after" else "after", change.num_blocks, change.old_num_blocks, self.epoch
         )
-        for watcher in tuple(self._watchers):  # one may unsubscribe meanwhile
+        for (watcher,) in tuple(self._watchers):  # one may unsubscribe meanwhile
             watcher(change)
             transaction.undo(watcher, opposite)
 
@@ -885,14 +903,23 @@ class BlockStore:
     def freed(self, progress: Progress) -> Freed:
         return progress.freed if self.elastic else Freed(0)
 
-    def _out_of_memory(self, target: int, operation: str, error: DriverError) -> OutOfMemory:
+    def _out_of_memory(
+        self, target: int, operation: str, error: DriverError, only: Sequence[int] | None = None
+    ) -> OutOfMemory:
         free_bytes, _ = self.memory.memory_info()
         free_bytes += sum(buffer.pooled_bytes for buffer, _ in self.buffers)
-        would_fit = largest_fit(self.mapped_bytes_at, self.mapped_bytes + free_bytes, self.capacity)
+        would_fit = None
+        if only is None:
+            asked_bytes = self.mapped_bytes_at(target) - self.mapped_bytes
+            most = largest_fit(self.mapped_bytes_at, self.mapped_bytes + free_bytes, self.capacity)
+            would_fit = most if most < target else None  # the driver refused what the numbers allow
+        else:  # all or none of it
+            chosen = [self.buffers[index] for index in only]
+            asked_bytes = sum(buffer.mapped_bytes_at(target * size) - buffer.mapped_bytes for buffer, size in chosen)
         described = OutOfMemory(
-            self.mapped_bytes_at(target) - self.mapped_bytes,
+            asked_bytes,
             free_bytes,
-            would_fit=would_fit if would_fit < target else None,  # the driver refused what the numbers allow
+            would_fit=would_fit,
             unit="blocks",
             detail=f"{operation} from {self.num_blocks} blocks ({error.call}: {error.code})",
         )
@@ -909,6 +936,7 @@ class BlockStore:
             if self._state == "closed":
                 self._free()  # does nothing unless an earlier try failed
                 return
+            self._require_no_change("close")
             if self.memory.is_capturing():
                 raise CaptureError("close")
             self._state = "closed"
@@ -986,10 +1014,19 @@ class BlockStore:
     def _require_changeable(self, operation: str, awake: Sequence[int] | None = None) -> None:
         """Refuse what may not be changed now. `awake`: the buffers that it is about; None is all of them."""
         self.require_usable()
+        self._require_no_change(operation)
         if any(awake is None or index in awake for index in self._asleep):
             raise Asleep(operation)
         if self.memory.is_capturing():
             raise CaptureError(operation)
+
+    def _require_no_change(self, operation: str) -> None:
+        """The lock lets its own thread in again: from a watcher, or a signal handler."""
+        if self._in_change:
+            raise TritonKVError(
+                f"{operation} inside another change of this cache, from a watcher or a signal handler: nothing was "
+                "done, call it when that change has ended"
+            )
 
 
 class Nap:
@@ -1046,7 +1083,7 @@ def _drain_pools(buffers: Sequence[weakref.ref[ExtensibleTensor]]) -> bool:
 
 def check_live(live: Iterable[int], num_blocks: int) -> list[int]:
     """Block ids, ascending and each once. Raises `ValueError` for one that is not committed."""
-    blocks = sorted({int(block) for block in live})
+    blocks = sorted({whole_number("a live block", block) for block in live})
     if blocks and not (blocks[0] >= 0 and blocks[-1] < num_blocks):
         bad = blocks[0] if blocks[0] < 0 else blocks[-1]
         raise ValueError(f"live block {bad} is not one of the {num_blocks} committed blocks")

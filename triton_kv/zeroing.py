@@ -10,6 +10,7 @@ from triton_kv.blocks import zero_launches
 from triton_kv.errors import CaptureError
 from triton_kv.kernels.zero import zero_blocks_kernel, zero_table_kernel
 from triton_kv.launch import Launch
+from triton_kv.spec import whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -143,7 +144,7 @@ class Zeroing:
         if not isinstance(ids, torch.Tensor):
             if self._memory.is_capturing():
                 raise CaptureError("zero_blocks of a list (pass a tensor on the cache's device instead)")
-            ids = torch.tensor(list(ids), dtype=torch.int64, device=device)
+            ids = torch.tensor([whole_number("a block id", each) for each in ids], dtype=torch.int64, device=device)
         if ids.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"block ids must be int32 or int64, got {ids.dtype}")
         if ids.dim() != 1 or (ids.shape[0] > 1 and ids.stride(0) != 1):

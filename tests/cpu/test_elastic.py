@@ -12,6 +12,7 @@ from elastic_store import CAPACITY, G, Model, faulty, held, make_store, segments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import triton_kv as tkv
 from triton_kv import AttentionSpec, KVCache
 from triton_kv.errors import Asleep, BadAccess, Broken, CaptureError, DriverError, OutOfMemory, Unavailable
 from triton_kv.extensible import ExtensibleTensor
@@ -887,3 +888,133 @@ def test_plain_memory_is_given_back_at_close() -> None:
     del view
     cache_of(memory).close()
     assert memory.live == (0, 0, 0)
+
+
+GROUPS = [
+    tkv.LayerGroup("a", {"a.0": tkv.AttentionSpec(2, 16, torch.float32)}),
+    tkv.LayerGroup(
+        "b", {"b.0": tkv.AttentionSpec(2, 16, torch.float32), "b.1": tkv.AttentionSpec(2, 16, torch.float32)}
+    ),
+]
+
+
+def reserve_groups(**options):
+    return tkv.KVCache.reserve(GROUPS, block_size=16, capacity=64, memory=tkv.HostMemory(4096), **options)
+
+
+def test_groups_do_not_sleep_alone_while_one_granule_stands_for_all_segments():
+    with reserve_groups(alias=True) as cache:
+        cache.extend(1)
+        with pytest.raises(ValueError, match="some groups cannot sleep while one granule stands for all segments"):
+            cache.sleep(groups=["a"])
+        cache.sleep()
+        cache.wake()
+        cache.extend(32)
+        assert cache.mapped_bytes == cache.mapped_bytes_at(32)
+        cache["b.0"].k[:32] = 1
+        assert not cache["b.0"].v[:32].any()
+        assert not cache["b.1"].k[:32].any()
+
+
+@pytest.mark.parametrize("inner", ["extend", "shrink", "sleep", "close", "coalesce"])
+def test_a_watcher_cannot_change_the_cache_it_watches(inner):
+    cache = reserve_groups()
+    cache.extend(4)
+    failures = []
+
+    def watcher(change):
+        try:
+            getattr(cache, inner)(*{"extend": (60,), "shrink": (1,)}.get(inner, ()))
+        except tkv.TritonKVError as error:
+            failures.append(str(error))
+
+    end = cache.watch(watcher)
+    cache.extend(32)
+    assert failures
+    assert all(f"{inner} inside another change of this cache" in text for text in failures)
+    assert (cache.num_blocks, int(cache.control[0])) == (32, 32)
+    cache["a.0"].k[:32] = 1
+    end()
+    cache.close()
+
+
+def test_each_registration_of_a_watcher_ends_by_itself():
+    seen = []
+    with reserve_groups() as cache:
+        ends = [cache.watch(seen.append), cache.watch(seen.append)]
+        ends[0]()
+        ends[0]()
+        cache.extend(1)
+        assert len(seen) == 1
+        ends[1]()
+        cache.extend(2)
+        assert len(seen) == 1
+
+
+def test_a_watcher_that_ends_itself_hides_nothing_from_the_next():
+    seen = []
+    with reserve_groups() as cache:
+        end = cache.watch(lambda change: end())
+        cache.watch(seen.append)
+        cache.extend(1)
+        assert len(seen) == 1
+
+
+def test_sleeping_no_group_changes_nothing():
+    with reserve_groups() as cache:
+        cache.extend(4)
+        epoch = cache.epoch
+        cache.sleep(groups=[])
+        assert (cache.epoch, cache.state) == (epoch, "open")
+
+
+def test_waking_a_group_asks_for_its_own_memory():
+    memory = tkv.HostMemory(4096, budget_bytes=100 * 4096)
+    with tkv.KVCache.reserve(GROUPS, block_size=16, capacity=64, memory=memory) as cache:
+        cache.extend(8)
+        cache.sleep(groups=["a"])
+        handle = memory.create(memory.memory_info()[0])
+        asked = 2 * 8 * 16 * 2 * 16 * 4
+        with pytest.raises(tkv.OutOfMemory, match=f"asked for {asked} bytes") as caught:
+            cache.wake(groups=["a"])
+        assert caught.value.would_fit is None
+        memory.release(handle)
+        cache.wake()
+
+
+def test_a_new_group_has_the_layout_of_the_cache():
+    with reserve_groups(layout="LBTNHD") as cache:
+        cache.add_group(tkv.LayerGroup("c", {"c.0": GROUPS[0].layers["a.0"]}))
+        assert cache["c.0"].layout == cache["a.0"].layout == "LBTNHD"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda cache: cache.zero_blocks([0.9]), id="zero_blocks"),
+        pytest.param(lambda cache: cache.copy_blocks([(1.7, 0)]), id="copy_blocks"),
+        pytest.param(lambda cache: cache.compaction_plan([1.5]), id="compaction_plan"),
+    ],
+)
+def test_block_ids_are_no_floats(change):
+    with reserve_groups() as cache:
+        cache.extend(4)
+        with pytest.raises(TypeError, match="must be an integer"):
+            change(cache)
+
+
+@pytest.mark.parametrize("blocks", [-1, 65])
+def test_sleep_is_prepared_for_blocks_that_can_be(blocks):
+    with reserve_groups() as cache:
+        cache.extend(4)
+        with pytest.raises(ValueError, match=r"num_blocks must lie in 0\.\.64"):
+            cache.prepare_sleep(blocks)
+
+
+def test_an_awake_group_shows_its_committed_blocks():
+    with reserve_groups() as cache:
+        cache.extend(4)
+        cache.sleep(groups=["a"])
+        assert cache.committed("b.0").k.shape[0] == 4
+        with pytest.raises(tkv.Asleep):
+            cache.committed("a.0")

@@ -84,6 +84,8 @@ def open_or_allocate(device: torch.device | str | int | None, fallback: str | No
             raise Unavailable(
                 f'{error.reason}. KVCache.reserve(..., fallback="allocate") allocates the whole capacity with torch'
             ) from error
+        if torch.device("cuda" if device is None else device).type == "cuda" and not torch.cuda.is_available():
+            raise Unavailable(f"{error.reason}, and torch finds no GPU here either: pass device='cpu'") from error
         logger.warning("no virtual memory, so all of a cache is allocated at once: %s", error.reason)
         return AllocatedMemory(torch.device("cuda" if device is None else device), error.reason)
 
