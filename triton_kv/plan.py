@@ -99,6 +99,7 @@ class AttentionPlan:
             interpreted(prepare_kernel) and operands.dtype != torch.bfloat16
         )
         self._prepared: tuple[int, int] | None = None  # sequences and query tokens of the step
+        self._has_chunks = False
         self._listed: tuple[int, int, int] | None = None  # sequences, tokens, most of a sequence in the work list
         elements, num_chunks = self._sizes() if self._runs_kernels else (0, 0)
         self._partials = torch.empty(elements, dtype=torch.float32, device=operands.device)
@@ -127,13 +128,14 @@ class AttentionPlan:
         """
         batch = Batch.of(metadata)
         self._prepared = self._listed = None  # what is refused is not prepared
+        self._has_chunks = goes_to_decode(batch, self._group)
         self._prepare(batch, metadata.num_tokens)
         self._prepared = (batch.num_seqs, batch.queries)
 
     def _prepare(self, batch: Batch, num_tokens: int) -> None:
         if batch.num_seqs > self.max_seqs:
             raise ValueError(f"a batch of {batch.num_seqs} sequences, but the plan was made for {self.max_seqs}")
-        if not goes_to_decode(batch, self._group):
+        if not self._has_chunks:
             self._list_work(batch, num_tokens)
             return
         if batch.query_start_loc is not None and batch.max_query_len > self.max_query_len:
@@ -202,6 +204,11 @@ class AttentionPlan:
                     "first in each step"
                 )
             return Workspace(self._partials, self._work)
+        if not self._has_chunks:
+            raise ValueError(
+                "the plan was prepared for the kernel of use_prefill_kernel: call plan.prepare(metadata) under "
+                "the same choice as the layers"
+            )
         choice = choice_of(batch, self._num_query_heads, operands, self._hardware, self.batch_invariant)
         return Workspace(self._partials, self._chunks[: choice.num_chunks])
 

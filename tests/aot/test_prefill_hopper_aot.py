@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,4 +56,17 @@ def test_matrix_instructions_overlap_and_nothing_spills(job, tmp_path):
 def test_the_work_list_compiles_without_spills(job):
     compiled = job.compile()
     assert_fits(compiled)
-    assert compiled.resources["REG"] <= 128
+    assert compiled.resources["REG"] <= 96
+
+
+def test_a_plans_work_list_compiles():
+    """The same kernel without the early start of what follows."""
+
+    def build():
+        work = hopper_pair(*HOPPER_VARIANTS[0], SM_90.hardware)[0]
+        return replace(work, arguments={**work.arguments, "USE_PDL": False})
+
+    compiled = Job("planned", SM_90, build).compile()
+    assert_fits(compiled)
+    assert "griddepcontrol" not in compiled.kernel.asm["ptx"]
+    assert "griddepcontrol.launch_dependents" in next(iter(jobs(0))).values[0].compile().kernel.asm["ptx"]

@@ -111,7 +111,10 @@ def test_a_list_of_another_kernel_or_batch_is_not_used():
     with use_prefill_kernel("hopper"):
         owner.prepare(few.metadata)
         assert workspace_of(owner, few).chunks.data_ptr() == owner._work.data_ptr()
+    with pytest.raises(ValueError, match="under the same choice as the layers"):
+        workspace_of(owner, few)
     owner.prepare(few.metadata)  # now chunks of the decode kernels
+    assert workspace_of(owner, few).chunks.data_ptr() == owner._chunks.data_ptr()
     with use_prefill_kernel("hopper"):
         assert workspace_of(owner, few) is None
     owner.prepare(tensors.metadata)
