@@ -721,7 +721,9 @@ class BlockStore:
             return
         if self.memory.is_capturing():
             raise CaptureError("copy_blocks with pairs on the host (pass a tensor on the device instead)")
-        order = order_copies([tuple(whole_number("a block id", block) for block in pair) for pair in pairs])
+        order = order_copies(
+            [(whole_number("a block id", source), whole_number("a block id", target)) for source, target in pairs]
+        )
         highest = max((max(pair) for copies in order for pair in copies), default=-1)
         if highest >= self.num_blocks:
             raise ValueError(f"block {highest} is not one of the {self.num_blocks} committed blocks")
