@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -34,8 +35,12 @@ def run_pytest(
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [*prefix, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        # Several processes with a thread for each core would only wait for each other.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"} if parallel else None
         started = time.perf_counter()
-        done = subprocess.run([*command, *parallel, *files, *more], cwd=ROOT, capture_output=bool(prefix), text=True)
+        done = subprocess.run(
+            [*command, *parallel, *files, *more], cwd=ROOT, capture_output=bool(prefix), text=True, env=environment
+        )
         outcomes: dict[str, str] = {}
         for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
             found = {child.tag for child in case}

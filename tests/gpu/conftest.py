@@ -9,8 +9,8 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-# Files whose tests measure the device's free memory or fill it: nothing else may run meanwhile.
-ALONE = ("cache", "capture", "elastic", "engine", "extensible", "memory", "sizing")
+# Files whose tests all size a cache by the device's free memory: nothing else may run meanwhile.
+ALONE = ("engine", "sizing")
 
 
 def _reason_to_skip() -> str | None:

@@ -51,6 +51,7 @@ def test_growth_zeroes_new_blocks_and_keeps_old_ones(layout, dense):
         assert int(cache.control[0]) == 1500
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("layout", ["LTBNHD", "BLTNHD"])
 def test_mapped_bytes_are_what_the_driver_lost(layout):
     torch.cuda.synchronize()
@@ -66,6 +67,7 @@ def test_mapped_bytes_are_what_the_driver_lost(layout):
     assert torch.cuda.mem_get_info()[0] >= free_after + cache.mapped_bytes_at(1) * 0 + 3 * GIB
 
 
+@pytest.mark.alone
 def test_reserving_four_times_the_device_takes_no_memory():
     small = torch.zeros(
         8, device="cuda"
@@ -87,6 +89,7 @@ def test_commit_all_commits_the_whole_capacity():
         torch.cuda.synchronize()
 
 
+@pytest.mark.alone
 def test_extend_that_does_not_fit_changes_nothing_and_a_smaller_one_works():
     _, total = torch.cuda.mem_get_info()
     with reserve(capacity=2 * total // (16 * 2 * 8 * 128 * 2 * 3), poison=False) as cache:

@@ -105,6 +105,7 @@ def graph_of(cache: tkv.KVCache) -> tuple[torch.cuda.CUDAGraph, Callable[[], Non
     return graph, replay_and_check
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("policy", [None, HandlePolicy(4 * MIB), HandlePolicy(4 * MIB, 64 * MIB)], ids=str)
 @pytest.mark.parametrize("layout", ["LTBNHD", "BLTNHD"])
 @pytest.mark.parametrize("dense", [False, True], ids=["padded", "dense"])
@@ -125,6 +126,7 @@ def test_shrink_returns_what_the_driver_gains(layout, dense, policy):
         check_zero(cache, 0, 2000)
 
 
+@pytest.mark.alone
 def test_min_release_blocks_release_without_copies():
     with reserve() as cache:
         cache.extend(64)
@@ -136,6 +138,7 @@ def test_min_release_blocks_release_without_copies():
         assert freed == free_bytes() - before == 2 * NUM_LAYERS * 9 * 2 * MIB
 
 
+@pytest.mark.alone
 def test_graphs_replay_after_every_change():
     with reserve() as cache:
         cache.extend(64)
@@ -156,6 +159,7 @@ def test_graphs_replay_after_every_change():
         assert cache.check().ok
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("keep", [None, "host"])
 def test_sleep_and_wake_beside_a_running_kernel(keep):
     memory = cuda_memory()
@@ -211,6 +215,7 @@ def test_scattered_live_blocks_come_back(layout):
             assert not layer.v[dead].any()
 
 
+@pytest.mark.alone
 def test_shrink_waits_for_the_event_and_not_for_the_device():
     with reserve() as cache:
         cache.extend(1000)
@@ -230,6 +235,7 @@ def test_shrink_waits_for_the_event_and_not_for_the_device():
         check(cache, range(500))
 
 
+@pytest.mark.alone
 def test_two_hundred_cycles_of_everything_leave_nothing_behind():
     memory = cuda_memory()
     with reserve(memory) as cache:
@@ -275,6 +281,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", CHANGES)
 def test_any_single_driver_call_may_fail(name):
     change, expected = CHANGES[name]
@@ -328,6 +335,7 @@ def test_any_single_driver_call_may_fail(name):
     assert free_bytes() >= free
 
 
+@pytest.mark.alone
 def test_out_of_memory_by_a_full_card():
     memory = cuda_memory()
     with reserve(memory) as cache:
@@ -352,6 +360,7 @@ def test_out_of_memory_by_a_full_card():
         check(cache, range(900))
 
 
+@pytest.mark.alone
 def test_shrink_on_a_full_card_goes_handle_by_handle():
     memory = cuda_memory()
     with reserve(memory) as cache:
@@ -498,6 +507,7 @@ def test_copies_compile_nothing_after_compile_kernels():
         check(cache, torch.tensor([2, 4, 6]), torch.tensor([1, 3, 5]))
 
 
+@pytest.mark.alone
 def test_compaction_frees_what_it_promises():
     with reserve() as cache:
         cache.extend(2000)
@@ -512,6 +522,7 @@ def test_compaction_frees_what_it_promises():
         check(cache, table.long(), torch.tensor(live))
 
 
+@pytest.mark.alone
 def test_aliased_capture_costs_a_granule():
     torch.cuda.synchronize()
     memory = cuda_memory()
@@ -623,6 +634,7 @@ view = cache[0].k
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.alone
 def test_replays_that_overlap_a_background_extension():
     """The rule's own measurement: 16 GiB, decode at B64 L8k, at least 20 overlapping replays, p99 within 1.3x."""
     spec = tkv.AttentionSpec(num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)

@@ -84,6 +84,7 @@ def test_exactly_the_new_bytes_are_zeroed(memory: PoisonedMemory, old: int, new:
     buffer.free()
 
 
+@pytest.mark.alone
 def test_shrink_and_regrow(memory: PoisonedMemory) -> None:
     buffer = ExtensibleTensor(2 * 16 * G, num_segments=2, memory=memory)
     buffer.resize_per_segment_(4 * G, zero_new=True)

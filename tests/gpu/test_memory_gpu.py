@@ -40,6 +40,7 @@ def _context() -> int:
     return int(context)
 
 
+@pytest.mark.alone
 def test_reserving_16_tib_takes_no_memory(memory: CudaMemory) -> None:
     free = memory.memory_info()[0]
     buffer = ExtensibleTensor(16 * TIB, "cuda", num_segments=64)
@@ -49,6 +50,7 @@ def test_reserving_16_tib_takes_no_memory(memory: CudaMemory) -> None:
     buffer.free()
 
 
+@pytest.mark.alone
 def test_mapped_bytes_are_what_the_device_lost(memory: CudaMemory) -> None:
     buffer = ExtensibleTensor(3 * 64 * memory.granularity + 3, "cuda", num_segments=3)
     buffer.resize_per_segment_(1, zero_new=True)  # the zero kernel is loaded here
@@ -59,6 +61,7 @@ def test_mapped_bytes_are_what_the_device_lost(memory: CudaMemory) -> None:
     buffer.free()
 
 
+@pytest.mark.alone
 def test_twice_the_device_is_an_error_and_life_goes_on(memory: CudaMemory) -> None:
     total = memory.memory_info()[1] // memory.granularity * memory.granularity
     buffer = ExtensibleTensor(2 * total, "cuda", num_segments=4)
@@ -137,6 +140,7 @@ def test_the_current_stream_is_left_alone(memory: CudaMemory) -> None:
         assert torch.cuda.current_stream() == stream
 
 
+@pytest.mark.alone
 def test_growth_does_not_wait_for_queued_work(memory: CudaMemory) -> None:
     for is_warm in (False, True):  # the first growth of a process compiles and loads the zero kernel
         buffer = ExtensibleTensor(64 << 20, memory=memory).resize_(2 << 20, zero_new=True)
@@ -149,6 +153,7 @@ def test_growth_does_not_wait_for_queued_work(memory: CudaMemory) -> None:
         buffer.free()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("how", ["free", "shrink"])
 def test_unmapping_waits_for_queued_work(memory: CudaMemory, how: str) -> None:
     """Work queued on any stream may still touch the range: without the wait this is an illegal memory access."""
@@ -224,6 +229,7 @@ def test_another_thread_grows_while_this_one_captures(memory: CudaMemory, mode: 
     buffer.free()
 
 
+@pytest.mark.alone
 def test_a_collection_inside_a_capture_makes_no_call(memory: CudaMemory) -> None:
     buffer = ExtensibleTensor(8 << 20, memory=memory).resize_(8 << 20, zero_new=True)
     counter = torch.zeros(16, device="cuda")
@@ -247,6 +253,7 @@ def test_a_collection_inside_a_capture_makes_no_call(memory: CudaMemory) -> None
     assert memory.memory_info()[0] == free + (8 << 20)
 
 
+@pytest.mark.alone
 def test_a_hundred_cycles_leak_nothing(memory: CudaMemory) -> None:
     def cycle() -> None:
         buffer = ExtensibleTensor(4 * (16 << 20) + 4, memory=memory, num_segments=4)
