@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import unicodedata
 import weakref
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 BALLOT_BYTES = 2048  # one size for every rank, so that one collective does
-_ERROR_CHARS = 400  # of an error's text that others get to see: at most 4 bytes each
+_ERROR_CHARS = 400  # of an error's text that others get to see, fewer where they take many bytes
 
 _control_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
@@ -46,16 +47,38 @@ class Ballot:
     error: str = ""  # why this rank cannot go on
 
     def to_tensor(self) -> torch.Tensor:
-        """uint8 `[BALLOT_BYTES]` on the CPU: JSON, padded with spaces."""
-        data = json.dumps(asdict(replace(self, error=self.error[:_ERROR_CHARS])), ensure_ascii=False).encode()
+        """uint8 `[BALLOT_BYTES]` on the CPU: JSON, padded with spaces. The error is cleaned and cut to what fits."""
+        room = BALLOT_BYTES - len(replace(self, error="")._encoded())
+        data = replace(self, error=_cut(_cleaned(self.error[:_ERROR_CHARS]), room))._encoded()
         if len(data) > BALLOT_BYTES:
             raise ValueError(f"a ballot of {len(data)} bytes for at most {BALLOT_BYTES}: plan fewer caches at once")
         return torch.frombuffer(bytearray(data.ljust(BALLOT_BYTES)), dtype=torch.uint8)
+
+    def _encoded(self) -> bytes:
+        return json.dumps(asdict(self), ensure_ascii=False).encode()
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> Ballot:
         fields = json.loads(bytes(tensor.tolist()))
         return cls(**{**fields, "num_blocks": tuple(fields["num_blocks"])})
+
+
+def _cleaned(text: str) -> str:
+    """Text that UTF-8 can hold and a terminal can show: file names may bring lone surrogates, drivers control bytes."""
+    return "".join(
+        "\N{REPLACEMENT CHARACTER}" if unicodedata.category(char) in ("Cc", "Cs") and char not in "\n\t" else char
+        for char in text
+    )
+
+
+def _cut(text: str, room: int) -> str:
+    """The longest beginning of at most `room` bytes as JSON, but a character at least: no text means no error."""
+    used = 0
+    for index, char in enumerate(text):
+        used += len(json.dumps(char, ensure_ascii=False).encode()) - 2  # without its quotes
+        if used > room and index:
+            return text[:index]
+    return text
 
 
 def digest(cache: KVCache) -> str:
@@ -263,4 +286,10 @@ def _vote(group: dist.ProcessGroup, ballot: Ballot, failure: BaseException | Non
 
 
 def _describe(failure: BaseException | None) -> str:
-    return "" if failure is None else f"{type(failure).__name__}: {failure}"
+    if failure is None:
+        return ""
+    try:
+        text = str(failure)
+    except Exception as error:  # the others wait for the vote, whatever the error is like
+        text = f"(its text cannot be made: {type(error).__name__})"
+    return f"{type(failure).__name__}: {text}"

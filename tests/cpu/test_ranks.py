@@ -13,7 +13,7 @@ from rank_processes import run_ranks
 
 import triton_kv as tkv
 from triton_kv import ranks
-from triton_kv.ranks import Ballot, digest, exchange
+from triton_kv.ranks import BALLOT_BYTES, Ballot, digest, exchange
 
 GRANULE = 4096
 KIB = 1 << 10
@@ -141,6 +141,39 @@ def test_ranks_of_different_worlds():
     for outcome in run_ranks(_agree_in_another_world, 2):
         assert outcome.error == "RankError"
         assert outcome.failures == {1: "counts 3 processes where rank 0 counts 2"}
+
+
+# 400 characters at most: what they are replaced by, or shortened to.
+ERRORS = {
+    "surrogates": ("\ud800 bad path \udcff", "\ufffd bad path \ufffd"),
+    "control characters": ("\x00\x1b[1m\x7f" * 100, ("\ufffd\ufffd[1m\ufffd" * 100)[:400]),
+    "lines": ("one\n\ttwo", "one\n\ttwo"),
+    "quotes": ('"\\' * 500, '"\\' * 200),
+    "four bytes": ("\U0001f600" * 500, "\U0001f600" * 400),
+}
+
+
+@pytest.mark.parametrize(("text", "sent"), ERRORS.values(), ids=ERRORS.keys())
+def test_no_error_text_stops_a_ballot(text, sent):
+    tensor = Ballot("extend", 2, error=text).to_tensor()
+    assert tensor.numel() == BALLOT_BYTES
+    assert Ballot.from_tensor(tensor).error == sent
+
+
+@pytest.mark.parametrize("char", ["x", '"', "\N{SNOWMAN}"])
+@pytest.mark.parametrize("caches", [10, 60, 80])
+def test_an_error_is_cut_where_a_ballot_is_full(char, caches):
+    ballot = Ballot("agree", 2, (123456,) * caches, " ".join(["d" * 13] * caches), error=char * 400)
+    assert char * 3 in Ballot.from_tensor(ballot.to_tensor()).error
+
+
+class _Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def test_an_error_without_text_is_still_one():
+    assert ranks._describe(_Mute()) == "_Mute: (its text cannot be made: RuntimeError)"
 
 
 def test_a_long_error_fits_a_ballot():
