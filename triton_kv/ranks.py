@@ -166,7 +166,9 @@ def agree(plan: Plan | Sequence[Plan] | None, group: dist.ProcessGroup, *, same_
 
     `same_layout=False` lets layouts, specs and layers differ, for ranks that hold different layers (a pipeline): only
     the number of blocks, and tokens in a block, must be one then. Returns the rank's own plan with the least number of
-    blocks of all ranks. Raises `RankError` and `RankLost`; the host waits for the other ranks.
+    blocks of all ranks, cache by cache: those that share by equal tokens on every rank still do, those that share by a
+    ratio need not keep to it. `bound_by` is the rank that lowered the first cache that is lower than in the own plan.
+    Raises `RankError` and `RankLost`; the host waits for the other ranks.
     """
     from triton_kv.sizing import Plan
 
@@ -191,15 +193,15 @@ def agree(plan: Plan | Sequence[Plan] | None, group: dist.ProcessGroup, *, same_
     )
     if failures:
         raise RankError(operation, failures)
-    agreed = [min(counts) for counts in zip(*(ballot.num_blocks for ballot in ballots), strict=True)]
     own = plans[0]
-    lower = [blocks < share.num_blocks for blocks, share in zip(agreed, own.caches)]
-    by_rank = tuple(ballot.num_blocks[0] for ballot in ballots)
+    by_cache = list(zip(*(ballot.num_blocks for ballot in ballots), strict=True))
+    agreed = [min(counts) for counts in by_cache]
+    lowered = [index for index, share in enumerate(own.caches) if agreed[index] < share.num_blocks]
     return replace(
         own,
         caches=tuple(share.with_blocks(blocks) for blocks, share in zip(agreed, own.caches)),
-        bound_by=f"rank {by_rank.index(agreed[0])}" if any(lower) else own.bound_by,
-        rank_blocks=by_rank,
+        bound_by=f"rank {by_cache[lowered[0]].index(agreed[lowered[0]])}" if lowered else own.bound_by,
+        rank_blocks=by_cache[0],
     )
 
 

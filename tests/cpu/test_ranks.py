@@ -70,6 +70,39 @@ def test_unequal_budgets_give_the_least(kind, world_size):
         assert outcome.value == (own[rank], 32, 32, bound_by, own), outcome
 
 
+def _agree_on_several(rank, capacities, ratio):
+    target, draft = (
+        reserve(block_size=size, capacity=capacity) for size, capacity in zip((4, 8), capacities[rank], strict=True)
+    )
+    own = plan({"target": target, "draft": draft}, ratio=ratio)
+    agreed = own.agree(dist.group.WORLD)
+    return [share.num_blocks for share in agreed.caches], agreed.bound_by, agreed.rank_blocks
+
+
+SEVERAL = {  # capacities by rank; blocks; by rank the bound; each rank's blocks of the first
+    "equal tokens": (
+        [(64, 99), (99, 10), (40, 99)],
+        None,
+        [20, 10],
+        ["rank 1", "capacity", "rank 1"],
+        (64, 20, 40),
+    ),
+    "each lowers another": (
+        [(16, 32), (64, 8), (64, 32)],
+        {"target": 1, "draft": 1},
+        [16, 8],
+        ["rank 1", "rank 0", "rank 0"],
+        (16, 64, 64),
+    ),
+}
+
+
+@pytest.mark.parametrize(("capacities", "ratio", "blocks", "bounds", "first"), SEVERAL.values(), ids=SEVERAL.keys())
+def test_several_caches_in_one_agreement(capacities, ratio, blocks, bounds, first):
+    outcomes = run_ranks(_agree_on_several, len(capacities), capacities, ratio)
+    assert [outcome.value for outcome in outcomes] == [(blocks, bound, first) for bound in bounds], outcomes
+
+
 def _agree_with(rank, odd, options, same_layout=True):
     cache = reserve(**options) if rank == odd else reserve()
     return ranks.agree(plan(cache), dist.group.WORLD, same_layout=same_layout).num_blocks
@@ -167,13 +200,13 @@ def test_an_error_is_cut_where_a_ballot_is_full(char, caches):
     assert char * 3 in Ballot.from_tensor(ballot.to_tensor()).error
 
 
-class _Mute(Exception):
+class _MuteError(Exception):
     def __str__(self):
         raise RuntimeError("no text")
 
 
 def test_an_error_without_text_is_still_one():
-    assert ranks._describe(_Mute()) == "_Mute: (its text cannot be made: RuntimeError)"
+    assert ranks._describe(_MuteError()) == "_MuteError: (its text cannot be made: RuntimeError)"
 
 
 def test_a_long_error_fits_a_ballot():
