@@ -19,12 +19,14 @@ class CompactionPlan(NamedTuple):
     freed_bytes: int  # that shrink(num_blocks) gives back (or keeps in the pool, where the cache has one)
 
     def remap(self, block_table: torch.Tensor) -> torch.Tensor:
-        """A block table with the new ids, same shape and dtype; negative entries stay. Does not synchronise.
+        """A block table with the new ids, same shape and dtype. Does not synchronise.
 
-        Entries of blocks that are not live become -1.
+        Entries of blocks that are not live become -1, as do negative ones and those at or past the blocks that the
+        cache had: rows are often longer than their sequences, with anything behind the end.
         """
-        known = self.remapping[block_table.clamp(min=0).long()].to(block_table.dtype)
-        return torch.where(block_table >= 0, known, block_table)
+        num_blocks = self.remapping.numel()
+        known = self.remapping[block_table.clamp(0, num_blocks - 1).long()].to(block_table.dtype)
+        return torch.where((block_table >= 0) & (block_table < num_blocks), known, -1)
 
 
 def compact(live: list[int], num_blocks: int) -> tuple[list[tuple[int, int]], list[int]]:

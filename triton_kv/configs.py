@@ -1,21 +1,24 @@
 """From a model's `config.json` (the fields of Hugging Face transformers) to what each of its layers keeps.
 
 Nothing is downloaded and transformers is not needed. An architecture is a function in `ARCHITECTURES`; the fields are
-those of the published configurations, and where one may leave a field out the default is the model class's own.
+those of the published configurations, and where one may leave a field out the default is the model class's own (as in
+transformers 5). A field that is null is not left out: it is what the class makes of None.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from triton_kv.spec import AttentionSpec, LayerSpec, MambaSpec, MLASpec, positive_int
+from triton_kv.spec import AttentionSpec, LayerSpec, MambaSpec, MLASpec, positive_int, whole_number
 
 Config = Mapping[str, Any]
+
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 class _Context(NamedTuple):
@@ -46,16 +49,17 @@ def specs_from_config(
     `layers.0.mamba`. Layers of a multi-token-prediction head are left out.
 
     Raises `ValueError` for an unknown architecture, for fields that are missing (all are named) and for heads that
-    cannot be divided; `FileNotFoundError` for a path with nothing there.
+    cannot be divided or fields that are out of range; `TypeError` for fields of another type; `FileNotFoundError` for a
+    path with nothing there.
     """
     fields = _read(config)
     tp_size = positive_int("tp_size", tp_size)
-    kind = fields.get("model_type")
+    kind = _model_type(fields)
     if kind not in ARCHITECTURES and isinstance(fields.get("text_config"), Mapping):
         outer = {name: fields[name] for name in ("torch_dtype", "dtype") if name in fields}
         fields = {**outer, **fields["text_config"]}
-        kind = fields.get("model_type")
-    if kind not in ARCHITECTURES:
+        kind = _model_type(fields)
+    if kind is None or kind not in ARCHITECTURES:
         named = "it has no model_type" if kind is None else f"model_type {kind!r} is not among them"
         raise ValueError(
             f"known architectures are {', '.join(sorted(ARCHITECTURES))}; {named}. What is missing is what its layers "
@@ -64,6 +68,13 @@ def specs_from_config(
     dtype = cache_dtype or _dtype(fields, ("torch_dtype", "dtype"), torch.bfloat16)
     state = state_dtype or _dtype(fields, ("mamba_ssm_dtype",), torch.float32)
     return ARCHITECTURES[kind](_Fields(fields), _Context(tp_size, dtype, state))
+
+
+def _model_type(fields: Config) -> str | None:
+    kind = fields.get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        raise TypeError(f"model_type must be one word, got {kind!r}")
+    return kind
 
 
 class _Fields:
@@ -82,15 +93,36 @@ class _Fields:
         value = self._fields.get(name)
         return default if value is None else value
 
-    def layer_types(self, default: Callable[[int], str]) -> list[str]:
-        """One word a layer: the config's own list, or what the model class makes of the other fields."""
+    def positive(self, name: str, default: int) -> int:
+        return positive_int(name, self.get(name, default))
+
+    def from_zero(self, name: str, default: int | None = None) -> int:
+        """A whole number of at least 0, which `ints` refuses."""
+        if self.get(name, default) is None:
+            self.ints(name)
+        number = whole_number(name, self.get(name, default))
+        if number < 0:
+            raise ValueError(f"{name} must not be negative, got {number}")
+        return number
+
+    def layer_types(self, known: Collection[str], default: Callable[[int], str]) -> list[str]:
+        """One of the `known` words a layer: the config's own list, or what the model class makes of other fields."""
         (num_layers,) = self.ints("num_hidden_layers")
-        stated = self.get("layer_types") or self.get("layers_block_type")
-        if stated is None:
-            return [default(index) for index in range(num_layers)]
-        if len(stated) != num_layers:
-            raise ValueError(f"layer_types has {len(stated)} entries, num_hidden_layers is {num_layers}")
-        return list(stated)
+        for name in ("layer_types", "layers_block_type"):
+            if (stated := self.get(name)) is None:
+                continue
+            if not isinstance(stated, (list, tuple)):
+                raise TypeError(f"{name} must be a list of one word a layer, got {stated!r}")
+            if len(stated) != num_layers:
+                raise ValueError(f"{name} has {len(stated)} entries, num_hidden_layers is {num_layers}")
+            for index, kind in enumerate(stated):
+                if not isinstance(kind, str) or kind not in known:
+                    raise ValueError(
+                        f"{name}: layer {index} is of type {kind!r}; what is missing is what such a layer keeps. "
+                        f"Known here are {', '.join(known)}"
+                    )
+            return list(stated)
+        return [default(index) for index in range(num_layers)]
 
 
 def divide_heads(what: str, num_heads: int, tp_size: int, *, replicate: bool = False) -> int:
@@ -116,46 +148,66 @@ def _attention(fields: _Fields, context: _Context, window: int | None = None) ->
         head_dim = hidden_size // num_heads
     return AttentionSpec(
         num_kv_heads=divide_heads("KV heads", kv_heads, context.tp_size, replicate=True),
-        head_dim=head_dim,
+        head_dim=positive_int("head_dim", head_dim),
         dtype=context.dtype,
         window=window,
     )
 
 
-def _by_type(fields: _Fields, context: _Context, types: list[str]) -> dict[str, LayerSpec]:
+def _by_type(fields: _Fields, context: _Context, default: Callable[[int], str]) -> dict[str, LayerSpec]:
     """Full and sliding attention layers."""
     specs: dict[str, LayerSpec] = {}
-    for index, kind in enumerate(types):
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ValueError(f"layer {index} is of type {kind!r}; what is missing is what such a layer keeps")
-        window = fields.ints("sliding_window")[0] if kind == "sliding_attention" else None
+    for index, kind in enumerate(fields.layer_types((_FULL, _SLIDING), default)):
+        window = fields.ints("sliding_window")[0] if kind == _SLIDING else None
         specs[f"layers.{index}"] = _attention(fields, context, window)
     return specs
 
 
 def _llama(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
-    return _by_type(fields, context, fields.layer_types(lambda _: "full_attention"))
+    return _by_type(fields, context, lambda _: _FULL)
 
 
 def _mistral(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
-    kind = "full_attention" if fields.get("sliding_window") is None else "sliding_attention"
-    return _by_type(fields, context, fields.layer_types(lambda _: kind))
+    fields = _with_defaults(fields, num_key_value_heads=8, sliding_window=4096)
+    kind = _FULL if fields.get("sliding_window") is None else _SLIDING
+    return _by_type(fields, context, lambda _: kind)
 
 
-def _qwen(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
-    slides = fields.get("use_sliding_window", False) and fields.get("sliding_window") is not None
-    first = fields.get("max_window_layers", 0)
-    return _by_type(
-        fields,
-        context,
-        fields.layer_types(lambda index: "sliding_attention" if slides and index >= first else "full_attention"),
-    )
+def _mixtral(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
+    return _mistral(_with_defaults(fields, sliding_window=None), context)
+
+
+def _slides(fields: _Fields) -> bool:
+    """Whether a Qwen model has windows at all."""
+    return bool(fields.get("use_sliding_window", False)) and fields.get("sliding_window") is not None
+
+
+def _qwen2(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
+    fields = _with_defaults(fields, num_key_value_heads=32, sliding_window=4096)
+    slides, first = _slides(fields), fields.from_zero("max_window_layers", 28)
+    return _by_type(fields, context, lambda index: _SLIDING if slides and index >= first else _FULL)
+
+
+def _qwen2_moe(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
+    fields = _with_defaults(fields, num_key_value_heads=16, sliding_window=4096)
+    # Not as in the dense model: every other layer, and those below max_window_layers.
+    slides, end = _slides(fields), fields.from_zero("max_window_layers", 28)
+    return _by_type(fields, context, lambda index: _SLIDING if slides and index % 2 == 0 and index < end else _FULL)
+
+
+def _qwen3(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
+    return _qwen2(_with_defaults(fields, head_dim=128), context)
+
+
+def _qwen3_moe(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
+    fields = _with_defaults(fields, num_key_value_heads=4, sliding_window=4096)
+    kind = _SLIDING if _slides(fields) else _FULL  # the class has no max_window_layers
+    return _by_type(fields, context, lambda _: kind)
 
 
 def _gemma2(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
-    fields = _with_defaults(fields, head_dim=256, sliding_window=4096)
-    types = fields.layer_types(lambda index: "full_attention" if index % 2 else "sliding_attention")
-    return _by_type(fields, context, types)
+    fields = _with_defaults(fields, num_key_value_heads=4, head_dim=256, sliding_window=4096)
+    return _by_type(fields, context, lambda index: _FULL if index % 2 else _SLIDING)
 
 
 def _gemma3(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
@@ -168,16 +220,14 @@ def _gemma3(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
         num_hidden_layers=26,
         sliding_window=4096,
     )
-    every = fields.get("sliding_window_pattern", 6)
-    types = fields.layer_types(lambda index: "sliding_attention" if (index + 1) % every else "full_attention")
-    return _by_type(fields, context, types)
+    every = fields.positive("sliding_window_pattern", 6)
+    return _by_type(fields, context, lambda index: _SLIDING if (index + 1) % every else _FULL)
 
 
 def _gpt_oss(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
     # Sinks are parameters of the model, one a head: the cache keeps nothing for them.
     fields = _with_defaults(fields, head_dim=64, num_key_value_heads=8, sliding_window=128)
-    types = fields.layer_types(lambda index: "full_attention" if index % 2 else "sliding_attention")
-    return _by_type(fields, context, types)
+    return _by_type(fields, context, lambda index: _FULL if index % 2 else _SLIDING)
 
 
 def _deepseek(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
@@ -214,9 +264,9 @@ def mamba2_state(
 def _mamba2(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
     num_layers, heads, head_dim, state_size = fields.ints("num_hidden_layers", "num_heads", "head_dim", "state_size")
     spec = mamba2_state(
-        conv_width=fields.get("conv_kernel", 4),
+        conv_width=fields.positive("conv_kernel", 4),
         inner_size=heads * head_dim,
-        num_groups=fields.get("n_groups", 8),
+        num_groups=fields.positive("n_groups", 8),
         num_heads=heads,
         head_dim=head_dim,
         state_size=state_size,
@@ -228,21 +278,28 @@ def _mamba2(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
 
 
 def _jamba(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
-    hidden_size, period, offset = fields.ints("hidden_size", "attn_layer_period", "attn_layer_offset")
-    channels = divide_heads("inner channels", fields.get("mamba_expand", 2) * hidden_size, context.tp_size)
+    fields = _with_defaults(fields, num_key_value_heads=8)
+    hidden_size, period = fields.ints("hidden_size", "attn_layer_period")
+    offset = fields.from_zero("attn_layer_offset")
+    if offset >= period:
+        raise ValueError(f"attn_layer_offset must be below attn_layer_period ({period}), got {offset}")
+    channels = divide_heads("inner channels", fields.positive("mamba_expand", 2) * hidden_size, context.tp_size)
     # Mamba-1: a state of its own for every channel.
     state = MambaSpec(
         [
-            ("conv", (fields.get("mamba_d_conv", 4) - 1, channels), context.dtype),
-            ("ssm", (channels, fields.get("mamba_d_state", 16)), context.state_dtype),
+            ("conv", (fields.positive("mamba_d_conv", 4) - 1, channels), context.dtype),
+            ("ssm", (channels, fields.positive("mamba_d_state", 16)), context.state_dtype),
         ]
     )
     attention = _attention(fields, context)
-    types = fields.layer_types(lambda index: "attention" if index % period == offset else "mamba")
-    return {f"layers.{index}": attention if kind == "attention" else state for index, kind in enumerate(types)}
+    types = fields.layer_types(
+        ("attention", "mamba", _FULL, _LINEAR), lambda index: "attention" if index % period == offset else "mamba"
+    )
+    return {f"layers.{index}": attention if kind in ("attention", _FULL) else state for index, kind in enumerate(types)}
 
 
 def _qwen3_next(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
+    fields = _with_defaults(fields, num_key_value_heads=2, head_dim=256)
     keys, values, key_dim, value_dim = fields.ints(
         "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"
     )
@@ -253,30 +310,32 @@ def _qwen3_next(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
         [
             (
                 "conv",
-                (fields.get("linear_conv_kernel_dim", 4) - 1, 2 * keys * key_dim + values * value_dim),
+                (fields.positive("linear_conv_kernel_dim", 4) - 1, 2 * keys * key_dim + values * value_dim),
                 context.dtype,
             ),
             ("delta", (values, key_dim, value_dim), context.state_dtype),
         ]
     )
     attention = _attention(fields, context)
-    every = fields.get("full_attention_interval", 4)
-    types = fields.layer_types(lambda index: "linear_attention" if (index + 1) % every else "full_attention")
-    return {f"layers.{index}": attention if kind == "full_attention" else state for index, kind in enumerate(types)}
+    every = fields.positive("full_attention_interval", 4)
+    types = fields.layer_types((_LINEAR, _FULL), lambda index: _LINEAR if (index + 1) % every else _FULL)
+    return {f"layers.{index}": attention if kind == _FULL else state for index, kind in enumerate(types)}
 
 
 def _falcon_h1(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
+    fields = _with_defaults(fields, num_key_value_heads=8, mamba_d_ssm=1024)
     num_layers, heads, state_size = fields.ints("num_hidden_layers", "mamba_n_heads", "mamba_d_state")
-    inner_size = fields.get("mamba_d_ssm")
-    if inner_size is None:
-        inner_size = fields.get("mamba_expand", 2) * fields.ints("hidden_size")[0]
+    if fields.get("mamba_d_ssm") is None:
+        inner_size = fields.positive("mamba_expand", 2) * fields.ints("hidden_size")[0]
+    else:
+        (inner_size,) = fields.ints("mamba_d_ssm")
     head_dim = fields.get("mamba_d_head", "auto")
     state = mamba2_state(
-        conv_width=fields.get("mamba_d_conv", 4),
+        conv_width=fields.positive("mamba_d_conv", 4),
         inner_size=inner_size,
-        num_groups=fields.get("mamba_n_groups", 1),
+        num_groups=fields.positive("mamba_n_groups", 1),
         num_heads=heads,
-        head_dim=inner_size // heads if head_dim == "auto" else head_dim,
+        head_dim=inner_size // heads if head_dim == "auto" else positive_int("mamba_d_head", head_dim),
         state_size=state_size,
         tp_size=context.tp_size,
         dtype=context.dtype,
@@ -293,11 +352,11 @@ def _falcon_h1(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
 ARCHITECTURES: dict[str, Callable[[_Fields, _Context], dict[str, LayerSpec]]] = {
     "llama": _llama,
     "mistral": _mistral,
-    "mixtral": _mistral,
-    "qwen2": _qwen,
-    "qwen2_moe": _qwen,
-    "qwen3": _qwen,
-    "qwen3_moe": _qwen,
+    "mixtral": _mixtral,
+    "qwen2": _qwen2,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "gpt_oss": _gpt_oss,
@@ -311,8 +370,8 @@ ARCHITECTURES: dict[str, Callable[[_Fields, _Context], dict[str, LayerSpec]]] = 
 
 
 def _with_defaults(fields: _Fields, **defaults: Any) -> _Fields:
-    stated = {name: value for name, value in fields._fields.items() if value is not None}
-    return _Fields({**defaults, **stated})
+    """The fields with what the model class has for those that are left out; null stays null."""
+    return _Fields({**defaults, **fields._fields})
 
 
 def _read(config: Config | str | Path) -> Config:

@@ -135,7 +135,7 @@ class StageRecord:
     free_bytes: int
     total_bytes: int
     torch_bytes: int  # reserved by torch's allocator: weights, activations, private pools of graphs
-    cache_bytes: int  # mapped by the caches that the ledger watches
+    cache_bytes: int  # held by the caches that the ledger watches: mapped, and kept in their pools
     other_bytes: int  # what stages took besides: workspaces, communicators, modules, the driver's part of graphs
     outside_bytes: int  # in use before the ledger began, and by neighbours
     peak_beyond_bytes: int  # torch's peak during the stage beyond what stayed
@@ -200,6 +200,7 @@ class MemoryLedger:
         self._open: str | None = None
         self._done: list[str] = []
         self._other_bytes = 0
+        self._grown: dict[str, int] = {}  # by stage: what it took that neither torch nor a cache holds
         self._last = reader.read()
         self._last_cache_bytes = 0
         self.start = self._last
@@ -211,9 +212,21 @@ class MemoryLedger:
         return self._reader.device
 
     def watch(self, cache: KVCache) -> None:
-        """Counts what a cache maps as the cache's. It is not kept alive."""
+        """Counts what a cache holds as the cache's. It is not kept alive; a second call for it does nothing.
+
+        Call it where the cache is made. One that holds memory already makes a reading (synchronises): what was there
+        at the last one was taken for a stage's other memory, and moves to the cache from the next record on.
+        """
         if cache.device != self.device:
             raise ValueError(f"the ledger is of {self.device!s}, the cache lives on {cache.device!s}")
+        if any(known is cache for known in self._watched()):
+            return
+        if held_bytes := _held_bytes(cache):
+            reading = self._reader.read(self._last)
+            came = self._unexplained(self._last, self._last_cache_bytes, reading, self._cache_bytes())
+            there = held_bytes - min(max(came, 0), held_bytes)
+            self._last_cache_bytes += there
+            self._other_bytes = max(self._other_bytes - there, 0)
         self._caches.append(weakref.ref(cache))
 
     # Stages.
@@ -269,6 +282,7 @@ class MemoryLedger:
             self._warn(f"during {name!r} {-grown / MIB:.0f} MiB came free that neither torch nor a cache held")
         if abs(came) > TOLERANCE_BYTES:
             self._warn(f"during {name!r} other processes {_took(came)}")
+        self._grown[name] = max(grown, 0)
         self._other_bytes += max(grown, 0)
         self._last, self._last_cache_bytes = reading, cache_bytes
         self.stages.append(
@@ -326,7 +340,7 @@ class MemoryLedger:
         return [cache for reference in self._caches if (cache := reference()) is not None]
 
     def _cache_bytes(self) -> int:
-        return sum(cache.mapped_bytes for cache in self._watched())
+        return sum(_held_bytes(cache) for cache in self._watched())
 
     # What will live beside the cache.
 
@@ -379,8 +393,8 @@ class MemoryLedger:
         if (capture := self.find("capture")) is None:
             return 0
         before = self.stages[self.stages.index(capture) - 1] if self.stages[0] is not capture else None
-        start_torch, start_other = (before.torch_bytes, before.other_bytes) if before else (0, 0)
-        return max(capture.torch_bytes - start_torch, 0) + max(capture.other_bytes - start_other, 0)
+        start_torch = before.torch_bytes if before else 0
+        return max(capture.torch_bytes - start_torch, 0) + self._grown["capture"]
 
     def find(self, name: str) -> StageRecord | None:
         """The stage of this name, if it was completed."""
@@ -428,6 +442,12 @@ def stage_table(stages: Sequence[StageRecord]) -> str:
         name = f"{stage.name} (failed)" if stage.failed else stage.name
         lines.append(f"{name:<18} {stage.seconds:>8.3f} {numbers}  {stage.note}".rstrip())
     return "\n".join(lines)
+
+
+def _held_bytes(cache: KVCache) -> int:
+    """What the driver counts as taken by a cache: mapped, pooled, and not given back yet."""
+    stats = cache.stats()
+    return stats.mapped_bytes + stats.pooled_bytes + stats.stray_bytes
 
 
 def _change(before: int | None, after: int | None) -> int:

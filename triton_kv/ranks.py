@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import unicodedata
 import weakref
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 BALLOT_BYTES = 2048  # one size for every rank, so that one collective does
-_ERROR_CHARS = 400  # of an error's text that others get to see: at most 4 bytes each
+_ERROR_CHARS = 400  # of an error's text that others get to see, fewer where they take many bytes
 
 _control_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
@@ -46,16 +47,38 @@ class Ballot:
     error: str = ""  # why this rank cannot go on
 
     def to_tensor(self) -> torch.Tensor:
-        """uint8 `[BALLOT_BYTES]` on the CPU: JSON, padded with spaces."""
-        data = json.dumps(asdict(replace(self, error=self.error[:_ERROR_CHARS])), ensure_ascii=False).encode()
+        """uint8 `[BALLOT_BYTES]` on the CPU: JSON, padded with spaces. The error is cleaned and cut to what fits."""
+        room = BALLOT_BYTES - len(replace(self, error="")._encoded())
+        data = replace(self, error=_cut(_cleaned(self.error[:_ERROR_CHARS]), room))._encoded()
         if len(data) > BALLOT_BYTES:
             raise ValueError(f"a ballot of {len(data)} bytes for at most {BALLOT_BYTES}: plan fewer caches at once")
         return torch.frombuffer(bytearray(data.ljust(BALLOT_BYTES)), dtype=torch.uint8)
+
+    def _encoded(self) -> bytes:
+        return json.dumps(asdict(self), ensure_ascii=False).encode()
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> Ballot:
         fields = json.loads(bytes(tensor.tolist()))
         return cls(**{**fields, "num_blocks": tuple(fields["num_blocks"])})
+
+
+def _cleaned(text: str) -> str:
+    """Text that UTF-8 can hold and a terminal can show: file names may bring lone surrogates, drivers control bytes."""
+    return "".join(
+        "\N{REPLACEMENT CHARACTER}" if unicodedata.category(char) in ("Cc", "Cs") and char not in "\n\t" else char
+        for char in text
+    )
+
+
+def _cut(text: str, room: int) -> str:
+    """The longest beginning of at most `room` bytes as JSON, but a character at least: no text means no error."""
+    used = 0
+    for index, char in enumerate(text):
+        used += len(json.dumps(char, ensure_ascii=False).encode()) - 2  # without its quotes
+        if used > room and index:
+            return text[:index]
+    return text
 
 
 def digest(cache: KVCache) -> str:
@@ -143,7 +166,9 @@ def agree(plan: Plan | Sequence[Plan] | None, group: dist.ProcessGroup, *, same_
 
     `same_layout=False` lets layouts, specs and layers differ, for ranks that hold different layers (a pipeline): only
     the number of blocks, and tokens in a block, must be one then. Returns the rank's own plan with the least number of
-    blocks of all ranks. Raises `RankError` and `RankLost`; the host waits for the other ranks.
+    blocks of all ranks, cache by cache: those that share by equal tokens on every rank still do, those that share by a
+    ratio need not keep to it. `bound_by` is the rank that lowered the first cache that is lower than in the own plan.
+    Raises `RankError` and `RankLost`; the host waits for the other ranks.
     """
     from triton_kv.sizing import Plan
 
@@ -168,15 +193,15 @@ def agree(plan: Plan | Sequence[Plan] | None, group: dist.ProcessGroup, *, same_
     )
     if failures:
         raise RankError(operation, failures)
-    agreed = [min(counts) for counts in zip(*(ballot.num_blocks for ballot in ballots), strict=True)]
     own = plans[0]
-    lower = [blocks < share.num_blocks for blocks, share in zip(agreed, own.caches)]
-    by_rank = tuple(ballot.num_blocks[0] for ballot in ballots)
+    by_cache = list(zip(*(ballot.num_blocks for ballot in ballots), strict=True))
+    agreed = [min(counts) for counts in by_cache]
+    lowered = [index for index, share in enumerate(own.caches) if agreed[index] < share.num_blocks]
     return replace(
         own,
         caches=tuple(share.with_blocks(blocks) for blocks, share in zip(agreed, own.caches)),
-        bound_by=f"rank {by_rank.index(agreed[0])}" if any(lower) else own.bound_by,
-        rank_blocks=by_rank,
+        bound_by=f"rank {by_cache[lowered[0]].index(agreed[lowered[0]])}" if lowered else own.bound_by,
+        rank_blocks=by_cache[0],
     )
 
 
@@ -263,4 +288,10 @@ def _vote(group: dist.ProcessGroup, ballot: Ballot, failure: BaseException | Non
 
 
 def _describe(failure: BaseException | None) -> str:
-    return "" if failure is None else f"{type(failure).__name__}: {failure}"
+    if failure is None:
+        return ""
+    try:
+        text = str(failure)
+    except Exception as error:  # the others wait for the vote, whatever the error is like
+        text = f"(its text cannot be made: {type(error).__name__})"
+    return f"{type(failure).__name__}: {text}"

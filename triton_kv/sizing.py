@@ -36,6 +36,8 @@ class CacheCost(NamedTuple):
     digest: str = ""  # of layout, spec and block size: ranks compare it
     name: str = "cache"
     takers: tuple[BlockTaker, ...] = ()  # how a sequence takes blocks; empty: one for every block_size tokens
+    pooled_bytes: int = 0  # kept beside mapped_bytes: growth takes them, or has them released where memory runs out
+    aliased_bytes: int = 0  # of mapped_bytes: they go only once what replaces them is there, so growth cannot use them
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,13 @@ class CacheShare:
     name: str = "cache"
     takers: tuple[BlockTaker, ...] = ()
     mapped_bytes_at: Callable[[int], int] | None = field(default=None, repr=False, compare=False)
+    pooled_bytes: int = 0  # kept beside held_bytes when the plan was made
+
+    @property
+    def taken_bytes(self) -> int:
+        """What the driver's free memory loses to the share; negative where it is smaller than what is held."""
+        grown_bytes = self.mapped_bytes - self.held_bytes
+        return grown_bytes if grown_bytes <= 0 else max(grown_bytes - self.pooled_bytes, 0)
 
     def with_blocks(self, num_blocks: int) -> CacheShare:
         """The same share with another number of blocks, and the bytes that those take."""
@@ -128,7 +137,7 @@ class Plan:
     @property
     def free_after_bytes(self) -> int:
         """What the plan leaves free on the device."""
-        return self.free_bytes - sum(share.mapped_bytes - share.held_bytes for share in self.caches)
+        return self.free_bytes - sum(share.taken_bytes for share in self.caches)
 
     @property
     def longest_sequence_tokens(self) -> int:
@@ -300,10 +309,11 @@ def fit_caches(
     ):
         if value < 0:
             raise ValueError(f"{name} must not be negative, got {value}")
-    held_bytes = sum(cost.mapped_bytes for cost in costs)
+    held_bytes = sum(cost.mapped_bytes + cost.pooled_bytes for cost in costs)
+    aliased_bytes = sum(cost.aliased_bytes for cost in costs)
     kept_bytes = activation_bytes + reservation_bytes + headroom_bytes
     by_utilization = int(utilization * total_bytes) - max(total_bytes - free_bytes, 0) - kept_bytes + held_bytes
-    by_free = free_bytes - kept_bytes + held_bytes
+    by_free = free_bytes - kept_bytes + held_bytes - aliased_bytes
     limit_bytes = min(by_utilization, by_free)
     bound_by = "utilization" if by_utilization < by_free else "free"
     most = [cost.capacity if max_blocks is None else min(cost.capacity, max_blocks) for cost in costs]
@@ -314,8 +324,11 @@ def fit_caches(
         if cache_bytes is not None:
             limit_bytes, bound_by = cache_bytes, "cache_bytes"
         chosen = _divide(costs, most, limit_bytes, ratio)
-        if all(blocks == cap for blocks, cap in zip(chosen, most)):
-            bound_by = "capacity" if most == [cost.capacity for cost in costs] else "max_blocks"
+        by_tokens = ratio is None and len(costs) > 1
+        most_of_all = [cost.capacity for cost in costs]
+        if chosen == (_equal_caps(costs, most) if by_tokens else most):
+            same = _equal_caps(costs, most) == _equal_caps(costs, most_of_all) if by_tokens else most == most_of_all
+            bound_by = "capacity" if same else "max_blocks"
     plan = Plan(
         caches=tuple(_share(cost, blocks) for cost, blocks in zip(costs, chosen)),
         bound_by=bound_by,
@@ -390,10 +403,17 @@ def _equal_tokens(costs: Sequence[CacheCost], most: list[int], limit_bytes: int)
     def mapped_at(num_tokens: int) -> int:
         return sum(cost.mapped_bytes_at(blocks) for cost, blocks in zip(costs, blocks_at(num_tokens)))
 
-    # Whole blocks everywhere, so that the capacities are truly equal.
     unit = math.lcm(*sizes)
-    units = min(cap * size for cap, size in zip(most, sizes)) // unit
+    units = _equal_caps(costs, most)[0] * sizes[0] // unit
     return blocks_at(unit * largest_fit(lambda count: mapped_at(unit * count), limit_bytes, units))
+
+
+def _equal_caps(costs: Sequence[CacheCost], most: list[int]) -> list[int]:
+    """The most blocks of each that hold equal tokens: whole blocks everywhere, so that they are truly equal."""
+    sizes = [cost.block_size or 1 for cost in costs]
+    unit = math.lcm(*sizes)
+    num_tokens = min(cap * size for cap, size in zip(most, sizes)) // unit * unit
+    return [num_tokens // size for size in sizes]
 
 
 def _share(cost: CacheCost, num_blocks: int) -> CacheShare:
@@ -407,6 +427,7 @@ def _share(cost: CacheCost, num_blocks: int) -> CacheShare:
         name=cost.name,
         takers=cost.takers or (() if cost.block_size is None else (BlockTaker(cost.block_size),)),
         mapped_bytes_at=cost.mapped_bytes_at,
+        pooled_bytes=cost.pooled_bytes,
     )
 
 
@@ -441,7 +462,9 @@ def plan_blocks(
 ) -> Plan:
     """Reads the cache's device and says how many blocks it may hold; call it after warm-up and capture.
 
-    Synchronises the device, so that memory which queued work still frees is counted.
+    Synchronises the device, so that memory which queued work still frees is counted. Handles that a cache keeps in its
+    pool count as free for it (`trim` what growth leaves of them); granules that segments alias do not, since they go
+    only after the extend.
 
     Args:
         cache: one cache, or several by name; these get equal tokens, or memory by `ratio`.
@@ -522,8 +545,18 @@ def _cost(name: str, cache: KVCache) -> CacheCost:
             raise ValueError("the cache that was planned is gone: plan again with the new one")
         return alive.mapped_bytes_at(num_blocks)
 
-    takers = block_takers(cache.geometry)
-    return CacheCost(mapped_bytes_at, cache.capacity, cache.mapped_bytes, cache.block_size, digest(cache), name, takers)
+    stats = cache.stats()
+    return CacheCost(
+        mapped_bytes_at,
+        cache.capacity,
+        stats.mapped_bytes,
+        cache.block_size,
+        digest(cache),
+        name,
+        block_takers(cache.geometry),
+        stats.pooled_bytes,
+        aliased_bytes=stats.mapped_bytes if cache._store._alias == "on" else 0,
+    )
 
 
 def _legacy_guess(

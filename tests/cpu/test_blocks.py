@@ -137,3 +137,6 @@ def test_tables_are_translated():
     table = torch.tensor([[1, 3, -1], [3, 2, -1]], dtype=torch.int32)
     assert plan.remap(table).tolist() == [[1, 0, -1], [0, -1, -1]]
     assert plan.remap(table.long()).dtype == torch.int64
+    stale = torch.tensor([[len(plan.remapping), 2**31 - 1, -7, -1]], dtype=torch.int32)
+    assert plan.remap(stale).tolist() == [[-1] * 4]
+    assert plan.remap(stale).dtype == torch.int32

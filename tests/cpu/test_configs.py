@@ -226,6 +226,73 @@ def test_windows(config, windows):
     assert [spec.window for spec in specs_from_config(config).values()] == windows
 
 
+SMALL = {"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8}
+LINEAR = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+JAMBA_SMALL = {"attn_layer_period": 2, "attn_layer_offset": 1}
+H1_SMALL = {"mamba_n_heads": 8, "mamba_d_state": 16}
+SLIDING = {"use_sliding_window": True}
+
+# KV heads, head_dim and windows of what the model classes of transformers 5.24 make of fields that are left out; a null
+# is what they make of None. 64 is 512 / 8.
+LEFT_OUT = {
+    "llama": ("llama", {}, 8, 64, [None] * 4),
+    "mistral": ("mistral", {}, 8, 64, [4096] * 4),
+    "mistral null": (
+        "mistral",
+        {"num_attention_heads": 16, "num_key_value_heads": None, "sliding_window": None},
+        16,
+        32,
+        [None] * 4,
+    ),
+    "mixtral": ("mixtral", {"num_attention_heads": 16}, 8, 32, [None] * 4),
+    "qwen2": ("qwen2", {}, 32, 64, [None] * 4),
+    "qwen2 null": ("qwen2", {"num_key_value_heads": None}, 8, 64, [None] * 4),
+    "qwen2 slides": ("qwen2", SLIDING | {"num_hidden_layers": 30}, 32, 64, [None] * 28 + [4096] * 2),
+    "qwen2 slides from 0": ("qwen2", SLIDING | {"max_window_layers": 0}, 32, 64, [4096] * 4),
+    "qwen2 no window": ("qwen2", SLIDING | {"max_window_layers": 0, "sliding_window": None}, 32, 64, [None] * 4),
+    "qwen2_moe": ("qwen2_moe", {}, 16, 64, [None] * 4),
+    "qwen2_moe slides": ("qwen2_moe", SLIDING | {"max_window_layers": 2}, 16, 64, [4096, None, None, None]),
+    "qwen3": ("qwen3", {}, 32, 128, [None] * 4),
+    "qwen3_moe": ("qwen3_moe", {}, 4, 64, [None] * 4),
+    "qwen3_moe slides": ("qwen3_moe", SLIDING, 4, 64, [4096] * 4),
+    "gemma2": ("gemma2", {}, 4, 256, [4096, None] * 2),
+    "gemma3": ("gemma3_text", {}, 4, 256, [4096] * 4),
+    "gpt_oss": ("gpt_oss", {}, 8, 64, [128, None] * 2),
+    "qwen3_next": ("qwen3_next", LINEAR, 2, 256, [None]),
+    "jamba": ("jamba", JAMBA_SMALL | {"num_attention_heads": 16}, 8, 32, [None] * 2),
+    "falcon_h1": ("falcon_h1", H1_SMALL | {"num_attention_heads": 16}, 8, 32, [None] * 4),
+}
+
+
+@pytest.mark.parametrize(("kind", "fields", "kv_heads", "head_dim", "windows"), LEFT_OUT.values(), ids=LEFT_OUT.keys())
+def test_fields_left_out(kind, fields, kv_heads, head_dim, windows):
+    specs = specs_from_config({"model_type": kind, **SMALL, **fields}).values()
+    attention = [spec for spec in specs if isinstance(spec, tkv.AttentionSpec)]
+    assert {(spec.num_kv_heads, spec.head_dim) for spec in attention} == {(kv_heads, head_dim)}
+    assert [spec.window for spec in attention] == windows
+
+
+@pytest.mark.parametrize(("stated", "inner"), [({}, 1024), ({"mamba_d_ssm": None, "mamba_expand": 3}, 1536)])
+def test_inner_size_left_out(stated, inner):
+    state = specs_from_config({"model_type": "falcon_h1", **SMALL, **H1_SMALL, **stated})["layers.0.mamba"]
+    assert state.states[1].shape == (8, inner // 8, 16)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"attn_layer_offset": 0}, {"layer_types": ["full_attention", "linear_attention"] * 2}],
+    ids=["offset 0", "words of newer configs"],
+)
+def test_jamba_may_begin_with_attention(fields):
+    specs = specs_from_config({"model_type": "jamba", **SMALL, **JAMBA_SMALL, **fields})
+    assert [isinstance(spec, tkv.AttentionSpec) for spec in specs.values()] == [True, False, True, False]
+
+
 def test_kinds_by_layer():
     jamba = specs_from_config(JAMBA_V01)
     attention = [name for name, spec in jamba.items() if isinstance(spec, tkv.AttentionSpec)]
@@ -282,6 +349,17 @@ BAD = {
         {},
         "layer 0 is of type 'chunked_attention'; what is missing",
     ),
+    "layer type of another family": (
+        JAMBA_V01 | {"layers_block_type": ["ssm"] * 32},
+        {},
+        "layers_block_type: layer 0 is of type 'ssm'",
+    ),
+    "pattern 0": (GEMMA_3_4B["text_config"] | {"sliding_window_pattern": 0}, {}, "sliding_window_pattern must be at"),
+    "interval 0": (QWEN3_NEXT_80B | {"full_attention_interval": 0}, {}, "full_attention_interval must be at least 1"),
+    "offset": (JAMBA_V01 | {"attn_layer_offset": -1}, {}, "attn_layer_offset must not be negative, got -1"),
+    "offset of no layer": (JAMBA_V01 | {"attn_layer_offset": 8}, {}, r"below attn_layer_period \(8\), got 8"),
+    "no offset": (JAMBA_V01 | {"attn_layer_offset": None}, {}, "'jamba' lacks attn_layer_offset"),
+    "first window": (QWEN2_7B | {"max_window_layers": -1}, {}, "max_window_layers must not be negative"),
     "dtype": (LLAMA_3_1_8B | {"torch_dtype": "float7"}, {}, "'float7' is no dtype"),
     "tp_size": (LLAMA_3_1_8B, {"tp_size": 0}, "tp_size must be at least 1"),
 }
@@ -291,6 +369,23 @@ BAD = {
 def test_bad_configs(config, options, message):
     with pytest.raises(ValueError, match=message):
         specs_from_config(config, **options)
+
+
+WRONG_TYPES = {
+    "layer_types": (GPT_OSS_20B | {"layer_types": 5}, "layer_types must be a list of one word a layer, got 5"),
+    "model_type": ({"model_type": ["llama"]}, r"model_type must be one word, got \['llama'\]"),
+    "pattern": (
+        GEMMA_3_4B["text_config"] | {"sliding_window_pattern": "6"},
+        "sliding_window_pattern must be an integer",
+    ),
+    "offset": (JAMBA_V01 | {"attn_layer_offset": 1.5}, "attn_layer_offset must be an integer"),
+}
+
+
+@pytest.mark.parametrize(("config", "message"), WRONG_TYPES.values(), ids=WRONG_TYPES.keys())
+def test_fields_of_another_type(config, message):
+    with pytest.raises(TypeError, match=message):
+        specs_from_config(config)
 
 
 def test_bad_files(tmp_path):

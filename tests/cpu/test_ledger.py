@@ -177,6 +177,88 @@ def test_the_cache_is_told_from_the_rest():
     assert ledger._watched() == [], "the ledger must not keep a cache alive"
 
 
+CACHE_MIB, WORKSPACE_MIB = 128, 40  # 1 MiB granules in each of 128 segments
+
+
+def grown_cache(memory, **options):
+    spec = tkv.AttentionSpec(num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    return tkv.KVCache.reserve(spec, block_size=16, num_layers=64, memory=memory, capacity=1024, **options).extend(1)
+
+
+WATCHED = {  # where the cache grows, where it is watched
+    "before the ledger": ("before", "after"),
+    "in the stage, watched after it": ("inside", "after"),
+    "in the stage, watched two stages on": ("inside", "late"),
+    "in the stage, watched in it": ("inside", "inside"),
+    "between the stages": ("after", "after"),
+    "between the stages, watched in the next": ("after", "capture"),
+    "in the first stage, watched in the next": ("inside", "capture"),
+}
+
+
+@pytest.mark.parametrize(("grows", "watched"), WATCHED.values(), ids=WATCHED.keys())
+def test_a_cache_watched_late_is_no_neighbour(grows, watched):
+    memory = tkv.FakeMemory(MIB, budget_bytes=TOTAL)
+    memory.create(50 * MIB)
+    caches = []
+
+    def at(point):
+        if grows == point:
+            caches.append(grown_cache(memory))
+        if watched == point:
+            ledger.watch(caches[0])
+            ledger.watch(caches[0])
+
+    ledger = None
+    at("before")
+    ledger = tkv.MemoryLedger(memory=memory)
+    with ledger.stage("first block"):
+        at("inside")
+    if (grows, watched) == ("after", "capture"):
+        # What grew unseen is a neighbour's until it is named: no reading can tell.
+        at("after")
+        with ledger.stage("capture"):
+            at("capture")
+        assert len(ledger.warnings) == 1
+        assert ledger.stages[-1].cache_bytes == CACHE_MIB * MIB
+        return
+    at("after")
+    with ledger.stage("capture"):
+        at("capture")
+        memory.create(WORKSPACE_MIB * MIB)
+    at("late")
+    with ledger.stage("anything"):
+        pass
+    assert ledger.warnings == []
+    last = ledger.stages[-1]
+    assert last.cache_bytes == CACHE_MIB * MIB
+    assert last.cache_bytes + last.other_bytes + last.outside_bytes == (50 + CACHE_MIB + WORKSPACE_MIB) * MIB
+    if watched != "capture":
+        assert ledger.graph_bytes == WORKSPACE_MIB * MIB
+    if grows != "before" and watched != "capture":
+        assert (last.other_bytes, last.outside_bytes) == (WORKSPACE_MIB * MIB, 50 * MIB)
+    assert_sound(ledger)
+
+
+def test_what_a_cache_keeps_in_its_pool_is_no_neighbours():
+    memory = tkv.FakeMemory(MIB, budget_bytes=TOTAL)
+    ledger = tkv.MemoryLedger(memory=memory)
+    with ledger.stage("first block"):
+        cache = grown_cache(memory, handles=tkv.HandlePolicy(chunk_bytes=MIB, pool_bytes=TOTAL))
+        ledger.watch(cache)
+        cache.extend(128)
+    cache.shrink(1)
+    pooled = cache.stats().pooled_bytes
+    assert pooled > TOLERANCE_BYTES
+    with ledger.stage("anything"):
+        pass
+    cache.trim()
+    with ledger.stage("nothing"):
+        pass
+    assert ledger.warnings == []
+    assert [stage.cache_bytes for stage in ledger.stages[1:]] == [CACHE_MIB * MIB + pooled, CACHE_MIB * MIB]
+
+
 # The device's numbers, by stand-ins for torch's and NVML's.
 
 

@@ -83,6 +83,23 @@ def test_plan_refuses(config, arguments, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "sliding_window_pattern must be at least 1"),
+        ({"model_type": "gemma3_text", "layer_types": 5}, "layer_types must be a list"),
+        ({"model_type": ["llama"]}, "model_type must be one word"),
+    ],
+    ids=["pattern", "layer_types", "model_type"],
+)
+def test_plan_refuses_a_config(tmp_path, fields, message, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", str(tmp_path), "--memory", "1GiB"])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_plan_where_nothing_fits(config, capsys):
     assert main(["plan", config, "--memory", "64MiB"]) == 1
     assert "not even one block fits" in capsys.readouterr().err

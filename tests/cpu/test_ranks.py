@@ -13,7 +13,7 @@ from rank_processes import run_ranks
 
 import triton_kv as tkv
 from triton_kv import ranks
-from triton_kv.ranks import Ballot, digest, exchange
+from triton_kv.ranks import BALLOT_BYTES, Ballot, digest, exchange
 
 GRANULE = 4096
 KIB = 1 << 10
@@ -68,6 +68,39 @@ def test_unequal_budgets_give_the_least(kind, world_size):
     for rank, outcome in enumerate(outcomes):
         bound_by = "rank 1" if own[rank] > 32 else "free"
         assert outcome.value == (own[rank], 32, 32, bound_by, own), outcome
+
+
+def _agree_on_several(rank, capacities, ratio):
+    target, draft = (
+        reserve(block_size=size, capacity=capacity) for size, capacity in zip((4, 8), capacities[rank], strict=True)
+    )
+    own = plan({"target": target, "draft": draft}, ratio=ratio)
+    agreed = own.agree(dist.group.WORLD)
+    return [share.num_blocks for share in agreed.caches], agreed.bound_by, agreed.rank_blocks
+
+
+SEVERAL = {  # capacities by rank; blocks; by rank the bound; each rank's blocks of the first
+    "equal tokens": (
+        [(64, 99), (99, 10), (40, 99)],
+        None,
+        [20, 10],
+        ["rank 1", "capacity", "rank 1"],
+        (64, 20, 40),
+    ),
+    "each lowers another": (
+        [(16, 32), (64, 8), (64, 32)],
+        {"target": 1, "draft": 1},
+        [16, 8],
+        ["rank 1", "rank 0", "rank 0"],
+        (16, 64, 64),
+    ),
+}
+
+
+@pytest.mark.parametrize(("capacities", "ratio", "blocks", "bounds", "first"), SEVERAL.values(), ids=SEVERAL.keys())
+def test_several_caches_in_one_agreement(capacities, ratio, blocks, bounds, first):
+    outcomes = run_ranks(_agree_on_several, len(capacities), capacities, ratio)
+    assert [outcome.value for outcome in outcomes] == [(blocks, bound, first) for bound in bounds], outcomes
 
 
 def _agree_with(rank, odd, options, same_layout=True):
@@ -141,6 +174,39 @@ def test_ranks_of_different_worlds():
     for outcome in run_ranks(_agree_in_another_world, 2):
         assert outcome.error == "RankError"
         assert outcome.failures == {1: "counts 3 processes where rank 0 counts 2"}
+
+
+# 400 characters at most: what they are replaced by, or shortened to.
+ERRORS = {
+    "surrogates": ("\ud800 bad path \udcff", "\ufffd bad path \ufffd"),
+    "control characters": ("\x00\x1b[1m\x7f" * 100, ("\ufffd\ufffd[1m\ufffd" * 100)[:400]),
+    "lines": ("one\n\ttwo", "one\n\ttwo"),
+    "quotes": ('"\\' * 500, '"\\' * 200),
+    "four bytes": ("\U0001f600" * 500, "\U0001f600" * 400),
+}
+
+
+@pytest.mark.parametrize(("text", "sent"), ERRORS.values(), ids=ERRORS.keys())
+def test_no_error_text_stops_a_ballot(text, sent):
+    tensor = Ballot("extend", 2, error=text).to_tensor()
+    assert tensor.numel() == BALLOT_BYTES
+    assert Ballot.from_tensor(tensor).error == sent
+
+
+@pytest.mark.parametrize("char", ["x", '"', "\N{SNOWMAN}"])
+@pytest.mark.parametrize("caches", [10, 60, 80])
+def test_an_error_is_cut_where_a_ballot_is_full(char, caches):
+    ballot = Ballot("agree", 2, (123456,) * caches, " ".join(["d" * 13] * caches), error=char * 400)
+    assert char * 3 in Ballot.from_tensor(ballot.to_tensor()).error
+
+
+class _MuteError(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def test_an_error_without_text_is_still_one():
+    assert ranks._describe(_MuteError()) == "_MuteError: (its text cannot be made: RuntimeError)"
 
 
 def test_a_long_error_fits_a_ballot():

@@ -224,6 +224,24 @@ def test_several_caches_in_one_plan(costs, ratio, blocks):
     assert "draft: " in str(plan)
 
 
+BOUNDS = {  # costs, ratio, max_blocks, bound
+    "a capacity of one": ([TARGET, cost("draft", 64 << 10, capacity=99)], None, None, "capacity"),
+    "a capacity in tokens": ([TARGET, cost("draft", 64 << 10, 64, capacity=30)], None, None, "capacity"),
+    "max_blocks": ([TARGET, DRAFT], None, 99, "max_blocks"),
+    "max_blocks above the capacity": ([TARGET, cost("draft", 64 << 10, capacity=99)], None, 100, "capacity"),
+    "max_blocks below the capacity": ([TARGET, cost("draft", 64 << 10, capacity=99)], None, 98, "max_blocks"),
+    "memory": ([TARGET, DRAFT], None, None, "free"),
+    "by ratio, one at its capacity": ([TARGET, cost("draft", 64 << 10, capacity=16)], [1, 1], None, "free"),
+    "by ratio, both": ([cost("a", 1, capacity=9), cost("b", 1, capacity=16)], [1, 1], None, "capacity"),
+}
+
+
+@pytest.mark.parametrize(("costs", "ratio", "max_blocks", "bound"), BOUNDS.values(), ids=BOUNDS.keys())
+def test_what_bounds_several_caches(costs, ratio, max_blocks, bound):
+    numbers = {"total_bytes": 100 * MIB, "free_bytes": 80 * MIB, "utilization": 1.0}
+    assert tkv.fit_caches(costs, ratio=ratio, max_blocks=max_blocks, **numbers).bound_by == bound
+
+
 @pytest.mark.parametrize("ratio", [None, [200, 1]], ids=["equal tokens", "ratio"])
 def test_each_of_several_caches_needs_a_block(ratio):
     with pytest.raises(tkv.OutOfMemory, match="not even one block"):
@@ -395,6 +413,35 @@ def test_a_plan_does_not_keep_its_cache():
     del cache
     with pytest.raises(ValueError, match="plan again"):
         plan.share.with_blocks(1)
+
+
+@pytest.mark.parametrize("with_ledger", [True, False], ids=["ledger", "no ledger"])
+def test_a_plan_uses_the_pool_of_the_cache(with_ledger):
+    handles = tkv.HandlePolicy(chunk_bytes=4096, pool_bytes=64 * MIB)
+    memory, cache, ledger = start_up(budget=2 * MIB, handles=handles)
+    options = {"utilization": 1.0, "headroom_bytes": 0}
+    fresh = tkv.plan_blocks(cache, ledger, **options)
+    cache.extend(fresh).shrink(1)
+    assert cache.stats().pooled_bytes > 0
+    plan = tkv.plan_blocks(cache, ledger if with_ledger else None, **options)
+    assert plan.num_blocks == fresh.num_blocks
+    smaller = tkv.plan_blocks(cache, ledger, num_blocks=8, **options)
+    assert smaller.free_after_bytes == smaller.free_bytes, "the pool has it all"
+    assert tkv.Plan.from_json(plan.to_json()).free_after_bytes == plan.free_after_bytes
+    cache.extend(plan)
+    assert memory.memory_info()[0] == plan.free_after_bytes
+
+
+@pytest.mark.parametrize("granules", [8, 10, 21])
+def test_a_plan_of_aliased_segments_can_be_followed(granules):
+    memory = tkv.FakeMemory(4096, budget_bytes=granules * 4096)
+    cache = reserve(memory, block_size=4, num_layers=1, alias=True)
+    cache.extend(1)
+    assert cache.mapped_bytes == 4096
+    plan = tkv.plan_blocks(cache, utilization=1.0, headroom_bytes=0)
+    assert plan.mapped_bytes == (granules - 1) // 2 * 2 * 4096, "the aliased granule goes last; two segments grow"
+    cache.extend(plan)
+    assert memory.memory_info()[0] == plan.free_after_bytes
 
 
 def test_target_and_draft_over_one_ledger():
