@@ -32,7 +32,7 @@ from triton_kv.errors import (
 )
 from triton_kv.extensible import Freed, Progress
 from triton_kv.host_copy import HostCopy, block_runs
-from triton_kv.memory.estate import warn
+from triton_kv.memory.estate import reap, warn
 from triton_kv.memory.pinned import PinnedBuffer
 from triton_kv.memory.poison import POISON
 from triton_kv.memory.transaction import Transaction
@@ -250,6 +250,9 @@ class BlockStore:
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the device, after all queued work is done (synchronises)."""
         self.require_usable()
+        if self.memory.is_capturing():
+            raise CaptureError("memory_info")
+        self._reap()
         with self.memory.activate():
             self.memory.synchronize()
             return self.memory.memory_info()
@@ -333,6 +336,7 @@ class BlockStore:
             if target <= self.num_blocks:
                 yield
                 return
+            self._reap()
             before, started, prepared = self.num_blocks, time.perf_counter(), False
             try:
                 with self._changing() as transaction:
@@ -661,6 +665,7 @@ class BlockStore:
             if not chosen:
                 yield WakeReport(self.num_blocks, 0, 0.0, 0.0)
                 return
+            self._reap()
             target, prepared = self._blocks_asleep, False
             copies = [copy for copy in (self._asleep[index] for index in chosen) if copy is not None]
             try:
@@ -971,6 +976,8 @@ class BlockStore:
     def check(self, *, reset: bool = False) -> CheckReport:
         """`KVCache.check`."""
         self.require_usable()
+        if self.memory.is_capturing():
+            raise CaptureError("check")
         report = CheckReport.of(self.control.tolist())
         if reset:
             self.control[1:5].zero_()
@@ -1021,6 +1028,10 @@ class BlockStore:
             raise Asleep(operation)
         if self.memory.is_capturing():
             raise CaptureError(operation)
+
+    def _reap(self) -> None:
+        """Memory of caches and buffers that died without being closed is free memory."""
+        warn(self.memory, "what a dead owner left could not be given back yet", reap(self.memory))
 
     def _require_no_change(self, operation: str) -> None:
         """The lock lets its own thread in again: from a watcher, or a signal handler."""

@@ -1,5 +1,6 @@
 """KVCache over host and fake memory: growth, zeroing, accounting, views, and what bad input says."""
 
+import gc
 import logging
 import math
 import os
@@ -401,3 +402,20 @@ def test_threads_get_the_same_views():
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: cache[1], range(64)))
     assert len(set(map(id, found))) == 1
+
+
+@pytest.mark.parametrize("ask", ["plan", "extend"])
+def test_the_memory_of_a_cache_that_died_unclosed_is_free(ask):
+    memory = tkv.HostMemory(PAGE, budget_bytes=64 * PAGE)
+    first, second = (reserve(memory=memory, capacity=64) for _ in range(2))
+    first.extend(8)
+    held = memory.memory_info()[0]
+    most = tkv.plan_blocks(second, utilization=1.0, headroom_bytes=0).num_blocks
+    del first
+    gc.collect()
+    if ask == "plan":
+        assert tkv.plan_blocks(second, utilization=1.0, headroom_bytes=0).num_blocks > most
+        assert memory.memory_info()[0] > held
+    else:
+        second.extend(most + 1)
+    second.close()
