@@ -125,19 +125,12 @@ def draw_rates(unit: str, label: str, roof: str | None) -> Callable[[Axes, dict[
         cases = [case for case in record["cases"] if case["ok"] and unit in case["ours"]]
         if not cases:
             return False
+        label_of_cases = ""
         if len(cases) > MOST_BARS:  # the first ones, and in any case what we lose
             losses = [case for case in cases if is_loss(case)]
             shown = [case for case in cases if case not in losses][: max(MOST_BARS - len(losses), 0)] + losses
             cases = [case for case in cases if case in shown]
-            axes.annotate(
-                f"{len(cases)} of {len(record['cases'])} cases, all losses among them",
-                (1, 1),
-                (0, 4),
-                xycoords="axes fraction",
-                textcoords="offset points",
-                ha="right",
-                fontsize="small",
-            )
+            label_of_cases = f" ({len(cases)} of {len(record['cases'])} cases, all losses among them)"
         names = list(dict.fromkeys(name for case in cases for name, result in _results(case) if result.get(unit)))
         height = 0.8 / len(names)
         for index, name in enumerate(names):
@@ -157,7 +150,7 @@ def draw_rates(unit: str, label: str, roof: str | None) -> Callable[[Axes, dict[
             axes.axvline(record["rooflines"][roof], color=INK, linewidth=1, linestyle=(0, (4, 3)), label="roofline")
         axes.set_yticks(range(len(cases)), [case["id"].split("/", 1)[1] for case in cases])
         axes.invert_yaxis()
-        axes.set_xlabel(label)
+        axes.set_xlabel(label + label_of_cases)
         axes.set_title(f"{record['suite'].capitalize()}{_where(record)}", loc="left", pad=30)
         axes.grid(visible=False, axis="y")
         axes.legend(frameon=False, fontsize="small", loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=6)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.write_cases import CASES, assert_written, make_tensors
-from triton_kv import AttentionSpec, KVCache
+from triton_kv import AttentionSpec, KVCache, compile_kernels
 from triton_kv.launch import count_compilations
 from triton_kv.writing import write_kv, write_kv_reference
 
@@ -102,6 +102,7 @@ def test_steps_and_growth_compile_nothing_new():
                 assert torch.equal(layer.v.flatten(0, 1)[slots[-1]], k[-1])
 
         step(1, 0)
+        compile_kernels(cache, 32, max_seqs=1, max_tokens=16)
         with count_compilations() as compiled:
             for num_blocks in (2, 100, 1 << 14):
                 cache.extend(num_blocks)

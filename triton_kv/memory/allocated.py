@@ -39,7 +39,8 @@ class AllocatedMemory:
         self._pinned: dict[int, torch.Tensor] = {}
         self._next_handle = 1
         self._pid = os.getpid()
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        # Fills, copies, and what `HostCopy` gathers for them are in order on it.
+        self.copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     @property
     def live(self) -> Live:
@@ -117,13 +118,13 @@ class AllocatedMemory:
     def fill(self, address: int, num_bytes: int, value: int = 0, *, stride: int = 0, count: int = 1) -> None:
         self._check_process()
         for index in range(count if num_bytes > 0 else 0):
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self.copy_stream):
                 self.view(address + index * stride, num_bytes, None).fill_(value)
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
         self._check_process()
         if num_bytes > 0:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self.copy_stream):
                 self._bytes(target, num_bytes).copy_(self._bytes(source, num_bytes), non_blocking=True)
 
     def _bytes(self, address: int, num_bytes: int) -> torch.Tensor:
@@ -146,26 +147,26 @@ class AllocatedMemory:
 
     def wait(self) -> None:
         self._check_process()
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self.copy_stream is not None:
+            self.copy_stream.synchronize()
 
     def synchronize(self) -> None:
         self._check_process()
-        if self._stream is not None:
+        if self.copy_stream is not None:
             torch.cuda.synchronize(self.device)
 
     def memory_info(self) -> tuple[int, int]:
         self._check_process()
-        return torch.cuda.mem_get_info(self.device) if self._stream is not None else machine_memory()
+        return torch.cuda.mem_get_info(self.device) if self.copy_stream is not None else machine_memory()
 
     def is_capturing(self) -> bool:
-        if self._stream is None:
+        if self.copy_stream is None:
             return False
         with torch.cuda.device(self.device):
             return bool(torch.cuda.is_current_stream_capturing())
 
     def activate(self) -> AbstractContextManager[None]:
-        return torch.cuda.device(self.device) if self._stream is not None else nullcontext()
+        return torch.cuda.device(self.device) if self.copy_stream is not None else nullcontext()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
