@@ -129,10 +129,11 @@ def choose_decode(
 ) -> DecodeChoice:
     """The choice for `num_seqs` sequences of at most `queries` query tokens, `group` query heads a KV head.
 
-    Measured on an H200 for 16-bit types, head_dim 128: 64-token tiles, 4 warps, two programs an SM with two tiles of
-    32 KiB in flight each; from 64 sequences on 32-token tiles, 2 warps, four programs (better balanced, more partials).
-    The grid is a whole number of resident programs an SM, rounded down. Elsewhere tiles shrink until as many programs
-    fit into shared memory. With `batch_invariant` what shapes the arithmetic does not depend on `num_seqs`.
+    Measured on an H200 (`python -m bench tune`) for 16-bit types, head_dim 128: 64-token tiles, 4 warps, two programs
+    an SM with two tiles of 32 KiB in flight each; from 64 sequences on 32-token tiles, 2 warps, four programs (better
+    balanced, more partials). The grid is a whole number of resident programs an SM, rounded down. Elsewhere tiles
+    shrink until as many programs fit into shared memory. With `batch_invariant` what shapes the arithmetic does not
+    depend on `num_seqs`.
     """
     lanes = max(lanes_of(head_dim), lanes_of(v_head_dim))
     # 64 rows of a wide instruction of sm_100 would fill the registers.

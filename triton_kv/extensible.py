@@ -16,8 +16,8 @@ from triton_kv.memory.estate import Run, warn
 from triton_kv.memory.reservation import ByteRange, Reservation, Span, granule_bytes, round_up
 from triton_kv.memory.transaction import Transaction
 
-# Zeroing is queued for this many new bytes at a time: enough that launches (about 20 us of host time each on an H200)
-# stay behind the zeroing itself (110 us), and few enough that the device starts early.
+# Zeroing is queued for this many new bytes at a time: enough that the host's time for a launch stays behind the zeroing
+# itself, and few enough that the device starts early (`python -m bench run vmm`).
 FILL_BYTES = 512 << 20
 
 # Zeroing in the background: so many bytes, then a pause of so many times what they took, so that the kernels of a

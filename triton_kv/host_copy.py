@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 BlockRun = tuple[int, int]  # first block, number of blocks
 
-# A copy over the link costs some microseconds to start, which is what 50 GB/s move 256 KiB in. Shorter runs of blocks
-# are gathered on the device first, this many bytes at a time: a few percent of what the link then takes for them.
+# A copy over the link costs some microseconds to start, as much as a short run of blocks takes to move. Such runs are
+# gathered on the device first, this many bytes at a time (`python -m bench run sleep`).
 DIRECT_BYTES = 256 << 10
 STAGING_BYTES = 64 << 20
 

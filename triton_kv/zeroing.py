@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 BLOCK_ZEROED = 4  # the error kind of the control block: an id at or past the watermark in `zero_blocks`
 # A segment's new bytes below this are zeroed with all others of their kind in one launch, once everything is mapped;
-# longer ranges are zeroed while the next one is mapped, which hides 8 ms of mapping for 64 GiB on an H200.
+# longer ranges are zeroed while the next one is mapped, which hides the mapping (`python -m bench run vmm`).
 TOGETHER_BELOW_BYTES = 8 << 20
 # A block's page is zeroed in pieces of this size, one program each, so that a state of megabytes takes many.
 PIECE_BYTES = 64 << 10

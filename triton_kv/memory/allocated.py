@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from triton_kv.errors import DriverError, Forked, OutOfMemory
-from triton_kv.memory.books import Books, Live
-from triton_kv.memory.cuda import _Span
+from triton_kv.errors import DriverError, OutOfMemory
+from triton_kv.memory.booked import BookedMemory
+from triton_kv.memory.cuda import Span
 from triton_kv.memory.machine import machine_memory
 
 _GRANULARITY = 512  # bytes: what torch aligns allocations to
 
 
-class AllocatedMemory:
+class AllocatedMemory(BookedMemory):
     """Every reservation is memory from the start; committing only writes books, and nothing is given back before close.
 
     Nothing is protected: a touch of what is not committed reads or writes our own memory instead of faulting.
@@ -32,20 +31,12 @@ class AllocatedMemory:
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.granularity = _GRANULARITY
+        super().__init__(_GRANULARITY)
         self.reason = reason
-        self._books = Books(_GRANULARITY)
         self._blocks: dict[int, torch.Tensor] = {}  # address -> what torch allocated
         self._pinned: dict[int, torch.Tensor] = {}
-        self._next_handle = 1
-        self._pid = os.getpid()
         # Fills, copies, and what `HostCopy` gathers for them are in order on it.
         self.copy_stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-
-    @property
-    def live(self) -> Live:
-        """Reservations, handles and mappings that were not given back."""
-        return self._books.live
 
     @property
     def pinned_bytes(self) -> int:
@@ -74,43 +65,12 @@ class AllocatedMemory:
             self._books.drop_reservation(address)
             del self._blocks[address]
 
-    def create(self, num_bytes: int) -> int:
-        self._check_process()
-        self._books.check_size("create", num_bytes)
-        with self._books.lock:
-            handle = self._next_handle
-            self._next_handle += 1
-            self._books.record_handle(handle, num_bytes)
-        return handle
-
-    def release(self, handle: int) -> None:
-        self._check_process()
-        with self._books.lock:
-            self._books.release(handle)
-
-    def map(self, address: int, num_bytes: int, handle: int) -> None:
-        self._check_process()
-        with self._books.lock:
-            self._books.check_map(address, num_bytes, handle)
-            self._books.record_mapping(address, num_bytes, handle)
-
-    def set_access(self, address: int, num_bytes: int) -> None:
-        self._check_process()
-        with self._books.lock:
-            for mapping in self._books.check_mapped("set_access", address, num_bytes):
-                mapping.accessible = True
-
-    def unmap(self, address: int, num_bytes: int) -> None:
-        self._check_process()
-        with self._books.lock:
-            self._books.drop_mappings(self._books.check_unmap(address, num_bytes))
-
     def view(self, address: int, num_bytes: int, owner: object) -> torch.Tensor:
         self._check_process()
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
         if self.device.type == "cuda":
-            return torch.as_tensor(_Span(address, num_bytes, owner), device=self.device)
+            return torch.as_tensor(Span(address, num_bytes, owner), device=self.device)
         array = (ctypes.c_uint8 * num_bytes).from_address(address)
         array.owner = owner  # type: ignore[attr-defined]
         return torch.frombuffer(array, dtype=torch.uint8)
@@ -167,10 +127,6 @@ class AllocatedMemory:
 
     def activate(self) -> AbstractContextManager[None]:
         return torch.cuda.device(self.device) if self.copy_stream is not None else nullcontext()
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise Forked(f"the memory of {self.device}")
 
     def __repr__(self) -> str:
         return f"AllocatedMemory({str(self.device)!r}, reason={self.reason!r})"

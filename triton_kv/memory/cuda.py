@@ -91,7 +91,7 @@ def allocation_properties(driver: Any, index: int) -> Any:
 _active = threading.local()  # .memory: whose context the thread's innermost activate made current
 
 
-class _Span:
+class Span:
     """What torch needs to build a tensor over addresses, and to keep `owner` alive with it."""
 
     def __init__(self, address: int, num_bytes: int, owner: object) -> None:
@@ -179,7 +179,7 @@ class CudaMemory:
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
         # With an explicit index torch takes our word for the device; without it, it asks about the unmapped address.
-        return torch.as_tensor(_Span(address, num_bytes, owner), device=self.device)
+        return torch.as_tensor(Span(address, num_bytes, owner), device=self.device)
 
     def fill(self, address: int, num_bytes: int, value: int = 0, *, stride: int = 0, count: int = 1) -> None:
         if num_bytes <= 0 or count <= 0:

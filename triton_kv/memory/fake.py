@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from triton_kv.errors import AddressSpaceExhausted, DriverError, Forked, Unavailable
-from triton_kv.memory.books import Books, Live
+from triton_kv.errors import AddressSpaceExhausted, DriverError, Unavailable
+from triton_kv.memory.booked import BookedMemory
 
 ADDRESS_SPACE_BYTES = 1 << 47  # what a process has on x86-64
 
 
-class FakeMemory:
+class FakeMemory(BookedMemory):
     """Keeps the rules and the accounts of a device, for tests of sizes that no machine has.
 
     `view` raises `Unavailable`, `fill` only checks that its range is accessible.
@@ -29,19 +28,11 @@ class FakeMemory:
         if budget_bytes is not None and budget_bytes < 0:
             raise ValueError(f"budget_bytes must not be negative, got {budget_bytes}")
         self.device = torch.device("cpu")
-        self.granularity = granularity
+        super().__init__(granularity)
         self._budget_bytes = ADDRESS_SPACE_BYTES if budget_bytes is None else budget_bytes
-        self._books = Books(granularity)
-        self._pid = os.getpid()
         # No address is reused and a granule lies between two reservations, so that an overrun hits no neighbour.
         self._next_address = granularity
-        self._next_handle = 1
         self._pinned: dict[int, int] = {}  # address -> bytes
-
-    @property
-    def live(self) -> Live:
-        """Reservations, handles and mappings that were not given back."""
-        return self._books.live
 
     @property
     def pinned_bytes(self) -> int:
@@ -65,37 +56,8 @@ class FakeMemory:
             self._books.check_free(address, num_bytes)
             self._books.drop_reservation(address)
 
-    def create(self, num_bytes: int) -> int:
-        self._check_process()
-        self._books.check_size("create", num_bytes)
-        with self._books.lock:
-            self._books.check_memory(num_bytes, self.memory_info()[0])
-            handle = self._next_handle
-            self._next_handle += 1
-            self._books.record_handle(handle, num_bytes)
-        return handle
-
-    def release(self, handle: int) -> None:
-        self._check_process()
-        with self._books.lock:
-            self._books.release(handle)
-
-    def map(self, address: int, num_bytes: int, handle: int) -> None:
-        self._check_process()
-        with self._books.lock:
-            self._books.check_map(address, num_bytes, handle)
-            self._books.record_mapping(address, num_bytes, handle)
-
-    def set_access(self, address: int, num_bytes: int) -> None:
-        self._check_process()
-        with self._books.lock:
-            for mapping in self._books.check_mapped("set_access", address, num_bytes):
-                mapping.accessible = True
-
-    def unmap(self, address: int, num_bytes: int) -> None:
-        self._check_process()
-        with self._books.lock:
-            self._books.drop_mappings(self._books.check_unmap(address, num_bytes))
+    def _check_memory(self, num_bytes: int) -> None:
+        self._books.check_memory(num_bytes, self.memory_info()[0])
 
     def view(self, address: int, num_bytes: int, owner: object) -> torch.Tensor:
         raise Unavailable("FakeMemory keeps books only and has no bytes to look at: use HostMemory for contents")
@@ -146,10 +108,6 @@ class FakeMemory:
 
     def activate(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise Forked("this FakeMemory")
 
     def __repr__(self) -> str:
         return f"FakeMemory(granularity={self.granularity}, budget_bytes={self._budget_bytes})"
