@@ -23,8 +23,9 @@ from bench.provenance import provenance
 from bench.rooflines import measure_rooflines
 from bench.session import Session
 from bench.suites.decode import SUITE
+from triton_kv.batch import Batch
 from triton_kv.choices import DecodeChoice, hardware_of
-from triton_kv.decode import Batch, choice_of, decode_launches
+from triton_kv.decode import choice_of, decode_launches
 from triton_kv.layer import operands_of
 from triton_kv.scoring import Scoring
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from tests.write_cases import layer_by_hand
-from triton_kv.attention import prefill_launches
-from triton_kv.decode import Batch, decode_launches, decodes
+from triton_kv.batch import Batch
+from triton_kv.decode import decode_launches, decodes
 from triton_kv.layer import LayerCache, LayerOperands
 from triton_kv.metadata import AttentionMetadata
+from triton_kv.prefill import prefill_launches
 from triton_kv.prefill_hopper import use_prefill_kernel
 from triton_kv.scoring import Scoring
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.attention_cases import BF16, F16, PLAIN_SCORING, AttentionShape, shape_operands
 from triton_kv.attention import prefill_launches
-from triton_kv.decode import Batch
+from triton_kv.batch import Batch
 from triton_kv.prefill_hopper import use_prefill_kernel
 from triton_kv.scoring import Scoring
 

@@ -6,24 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from triton_kv.choices import Hardware, choose_prefill, hardware_of, lanes_of, reads_scalar_ids
-from triton_kv.decode import (
-    Batch,
-    Workspace,
-    cache_geometry,
-    choice_of,
-    decode_launches,
-    make_workspace,
-    row_divisor,
-    stride_token,
-)
+from triton_kv.batch import Batch
+from triton_kv.choices import hardware_of
+from triton_kv.decode import Workspace, choice_of, decode_launches, make_workspace
 from triton_kv.kernels.decode import decode_kernel
-from triton_kv.kernels.prefill import prefill_kernel
 from triton_kv.launch import Launch, eager, interpreted, register
 from triton_kv.launch_cache import LaunchCache, described
 from triton_kv.layer import OPERANDS_SCHEMA, LayerCache, LayerOperands, operands_of
 from triton_kv.metadata import AttentionMetadata
-from triton_kv.prefill_hopper import forced_prefill_kernel, goes_to_decode, hopper_launches
+from triton_kv.prefill import prefill_launches
+from triton_kv.prefill_hopper import forced_prefill_kernel, goes_to_decode
 from triton_kv.scoring import SCORING_SCHEMA, Scoring, make_scoring
 
 if TYPE_CHECKING:
@@ -281,89 +273,6 @@ def paged_attention_reference(
     return out if lse is None else (out, lse)
 
 
-def prefill_launches(
-    q: torch.Tensor,
-    operands: LayerOperands,
-    batch: Batch,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    scoring: Scoring,
-    *,
-    hardware: Hardware,
-    work: torch.Tensor | None = None,
-) -> tuple[Launch, ...]:
-    """The launches of attention with any number of query tokens a sequence (at least one token).
-
-    `work` is a plan's list for the Hopper kernel. Looks at shapes, strides, alignments and dtypes only, so meta tensors
-    will do.
-    """
-    on_hopper = hopper_launches(q, operands, batch, out, lse, scoring, hardware=hardware, work=work)
-    if on_hopper is not None:
-        return on_hopper
-    num_tokens, num_query_heads, head_dim = q.shape
-    num_kv_heads, v_head_dim = operands.num_kv_heads, operands.v_head_dim
-    group = num_query_heads // num_kv_heads
-    choice = choose_prefill(
-        batch.num_seqs,
-        batch.max_query_len,
-        group,
-        head_dim,
-        v_head_dim,
-        operands.block_size,
-        q.element_size(),
-        hardware,
-    )
-    launch = Launch(
-        kernel=prefill_kernel,
-        # Enough however the tokens are shared out; one more sequence stands for padding tokens.
-        grid=(num_tokens * group // choice.rows + batch.num_seqs + 1, num_kv_heads),
-        arguments={
-            "q_ptr": q,
-            "k_cache_ptr": operands.k_cache,
-            "v_cache_ptr": operands.k_cache if operands.v_cache is None else operands.v_cache,
-            "block_table_ptr": batch.block_table,
-            "seq_lens_ptr": batch.seq_lens,
-            "query_start_loc_ptr": batch.query_start_loc,
-            "table_rows_ptr": batch.table_rows,
-            "sinks_ptr": scoring.sinks,
-            "alibi_slopes_ptr": scoring.alibi_slopes,
-            "control_ptr": operands.control,
-            "out_ptr": out,
-            "lse_ptr": lse,
-            "v_offset": operands.v_offset,
-            "num_tokens": num_tokens,
-            "num_seqs": batch.num_seqs,
-            "table_width": batch.block_table.shape[1],
-            "num_blocks": operands.num_blocks,
-            "table_stride_row": batch.block_table.stride(0),
-            "q_stride_token": stride_token(q),
-            "out_stride_token": stride_token(out),
-            "scale_log2": scoring.scale_log2,
-            "GROUP": group,
-            **cache_geometry(operands),
-            "Q_STRIDE_HEAD": q.stride(1),
-            "Q_DIVISOR": row_divisor(q),
-            "OUT_STRIDE_HEAD": out.stride(1),
-            "OUT_DIVISOR": row_divisor(out),
-            "IS_CAUSAL": scoring.causal,
-            "WINDOW": scoring.window,
-            "SOFTCAP_LOG2": scoring.softcap_log2,
-            "ROWS": choice.rows,
-            "TILE": choice.tile,
-            "K_LANES": lanes_of(head_dim),
-            "V_LANES": lanes_of(v_head_dim),
-            "SCAN": choice.scan,
-            "ONE_SCAN": choice.one_scan,
-            "SCALAR_IDS": reads_scalar_ids(operands.block_size),
-            "STAGES": choice.num_stages,
-        },
-        num_warps=choice.num_warps,
-        num_stages=choice.num_stages,
-        max_registers=choice.max_registers,
-    )
-    return (launch,)
-
-
 def _check(
     q: torch.Tensor,
     operands: LayerOperands,
@@ -573,5 +482,4 @@ __all__ = [
     "MAX_HEAD_DIM",
     "paged_attention",
     "paged_attention_reference",
-    "prefill_launches",
 ]

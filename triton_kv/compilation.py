@@ -8,20 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from triton_kv.attention import prefill_launches
+from triton_kv.batch import QUERY_STEPS, Batch
 from triton_kv.choices import DecodeChoice, choose_hopper, choose_prefill, hardware_of, most_work_words
-from triton_kv.decode import (
-    CHUNK_WORDS,
-    QUERY_STEPS,
-    Batch,
-    Workspace,
-    choice_of,
-    decode_launches,
-    decodes,
-    prepare_launch,
-)
+from triton_kv.decode import CHUNK_WORDS, Workspace, choice_of, decode_launches, decodes, prepare_launch
 from triton_kv.launch import Launch
 from triton_kv.layer import operands_of
+from triton_kv.prefill import prefill_launches
 from triton_kv.prefill_hopper import prepare_work_launch, takes_list
 from triton_kv.scoring import Scoring
 from triton_kv.spec import AttentionSpec, positive_int

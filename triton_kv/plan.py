@@ -6,17 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from triton_kv.batch import QUERY_STEPS, Batch
 from triton_kv.choices import hardware_of, most_work_words
-from triton_kv.decode import (
-    CHUNK_WORDS,
-    QUERY_STEPS,
-    Batch,
-    Workspace,
-    choice_of,
-    decodes,
-    partial_elements,
-    prepare_launch,
-)
+from triton_kv.decode import CHUNK_WORDS, Workspace, choice_of, decodes, partial_elements, prepare_launch
 from triton_kv.kernels.decode import prepare_kernel
 from triton_kv.launch import interpreted
 from triton_kv.layer import LayerCache, LayerOperands, operands_of

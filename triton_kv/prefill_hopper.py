@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
+from triton_kv.batch import Batch, stride_token
 from triton_kv.choices import PORTABLE_ROWS, Hardware, HopperChoice, choose_hopper, refuse_hopper
-from triton_kv.decode import Batch, decodes, stride_token
+from triton_kv.decode import decodes
 from triton_kv.kernels.prefill_work import CHECKERS, work_kernel
 from triton_kv.launch import Launch
 

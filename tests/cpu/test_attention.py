@@ -9,8 +9,8 @@ import torch
 from tests.attention_cases import BF16, DECODE_CASES, VARLEN_CASES, assert_attention, decode, make_tensors, varlen
 from triton_kv import attention
 from triton_kv.attention import paged_attention, paged_attention_reference
+from triton_kv.batch import Batch
 from triton_kv.cache import KVCache
-from triton_kv.decode import Batch
 from triton_kv.errors import Closed, NothingCommitted
 from triton_kv.kernels.decode import decode_kernel
 from triton_kv.launch import interpreted

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.attention_cases import NUM_SEQS, PLAIN_SCORING, QUERY_LENS, SHAPES, shape_launches, shape_operands
-from triton_kv.attention import prefill_launches
+from triton_kv.batch import Batch
 from triton_kv.choices import DecodeChoice, Hardware, PrefillChoice, choose_decode, choose_prefill, hardware_of
-from triton_kv.decode import Batch, decode_launches, partial_elements
+from triton_kv.decode import decode_launches, partial_elements
+from triton_kv.prefill import prefill_launches
 from triton_kv.prefill_hopper import use_prefill_kernel
 from triton_kv.scoring import Scoring
 

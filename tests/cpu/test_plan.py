@@ -6,8 +6,9 @@ import torch
 from tests.attention_cases import decode, make_tensors, varlen
 from triton_kv import plan as plan_module
 from triton_kv.attention import paged_attention
+from triton_kv.batch import Batch
 from triton_kv.choices import Hardware
-from triton_kv.decode import Batch, choice_of, decodes, make_workspace
+from triton_kv.decode import choice_of, decodes, make_workspace
 from triton_kv.layer import operands_of
 from triton_kv.plan import AttentionPlan
 

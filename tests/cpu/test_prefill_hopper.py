@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.attention_cases import BF16, F16, F32, SHAPES, AttentionShape, shape_operands
 from tests.prefill_cases import HOPPER_VARIANTS, hopper_pair
 from triton_kv import attention, compilation, prefill_hopper
-from triton_kv.attention import prefill_launches
+from triton_kv.batch import Batch
 from triton_kv.choices import HOPPER_TRITONS, Hardware, HopperChoice, choose_hopper, most_work_words, refuse_hopper
-from triton_kv.decode import Batch
+from triton_kv.prefill import prefill_launches
 from triton_kv.prefill_hopper import use_prefill_kernel
 from triton_kv.scoring import Scoring
 

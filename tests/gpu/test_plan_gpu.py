@@ -8,7 +8,7 @@ import torch
 from tests.attention_cases import BF16, DECODE_CASES, VARLEN_CASES, assert_attention, decode, make_tensors, varlen
 from tests.merge_cases import SHAPES, assert_merged, make
 from triton_kv.attention import paged_attention, paged_attention_reference
-from triton_kv.decode import Batch
+from triton_kv.batch import Batch
 from triton_kv.layer import LayerCache
 from triton_kv.merging import merge_attention
 from triton_kv.plan import AttentionPlan

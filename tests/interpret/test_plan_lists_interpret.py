@@ -8,8 +8,8 @@ import torch
 from tests.attention_cases import F16, OVER, make_tensors, varlen
 from triton_kv import plan, prefill_hopper
 from triton_kv.attention import prefill_launches
+from triton_kv.batch import Batch
 from triton_kv.choices import HOPPER_TRITONS, Hardware, choose_hopper
-from triton_kv.decode import Batch
 from triton_kv.layer import operands_of
 from triton_kv.prefill_hopper import use_prefill_kernel, work_launch
 from triton_kv.scoring import Scoring

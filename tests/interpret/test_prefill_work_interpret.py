@@ -7,8 +7,8 @@ import torch
 
 from tests.attention_cases import NEGATIVE, OVER, make_tensors, varlen
 from triton_kv import prefill_hopper
+from triton_kv.batch import Batch
 from triton_kv.choices import HopperChoice
-from triton_kv.decode import Batch
 from triton_kv.layer import LayerCache, operands_of
 from triton_kv.prefill_hopper import work_launch
 
