@@ -58,7 +58,8 @@ class KVCache:
     Made by `KVCache.reserve`. `extend` commits more blocks under the same addresses, so graphs captured before stay
     valid; `cache[layer]` are the views that kernels read and write; `close` gives everything back. A context manager.
     Changing calls may come from any thread, one at a time; reading counters never waits. The scheme follows vAttention
-    (Prabhu et al., 2024) and PyTorch's expandable segments, with one handle per segment and extend.
+    (Prabhu et al., 2024) and PyTorch's expandable segments, with one handle per segment and extend. A cache that dies
+    without `close` gives its memory back at the next reservation, growth, plan or close of any other.
     """
 
     def __init__(
@@ -318,8 +319,9 @@ class KVCache:
 
         Raises `ValueError` beyond the capacity or for a negative number, `TypeError` for anything but an int or a
         `Plan`, `OutOfMemory` (asked, free and what would fit), `CaptureError` while the current stream captures,
-        `Closed`. With `group`, instead of these: `RankError` on every rank, caused by the rank's own error where it
-        has one; `RankLost` or `InconsistentRanks` if a rank died.
+        `Asleep`, `Broken`, `Forked`, `Closed`, and `DriverError` for what else the driver refused. With `group`,
+        instead of these: `RankError` on every rank, caused by the rank's own error where it has one; `RankLost` or
+        `InconsistentRanks` if a rank died.
         """
         if group is None:
             self._store.extend(self._checked_target(num_blocks))
@@ -633,7 +635,8 @@ class KVCache:
     def __getitem__(self, layer: int | str) -> Any:
         """The views of one layer, by index or by name: a `LayerCache` of K and V, or a `StateCache`.
 
-        Cached: the same object every time.
+        Cached: the same object every time. Raises `KeyError`, `IndexError` or `TypeError` for a layer that does not
+        exist, `Closed`.
         """
         index = self._layer_index(layer)
         found = self._layers.get(index)

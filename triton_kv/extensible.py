@@ -65,10 +65,11 @@ class Freed(int):
 class ExtensibleTensor:
     """Address space for `num_segments` equal segments, of which each has a committed prefix, all of one length.
 
-    Committed bytes are readable and writable at addresses that never change; touching others faults. Fresh bytes hold
-    anything unless zeroing is asked for. Methods ending in `_` change the committed size, from any thread; they raise
-    `CaptureError` while the current stream captures, `Closed` after `free`, `Broken` after a change whose undo failed,
-    and `Forked` in a forked child. After any other error the buffer is as it was.
+    Committed bytes are readable and writable at addresses that never change; touching others is an error, and faults
+    behind the granule in which the prefix ends. Fresh bytes hold anything unless zeroing is asked for. Methods ending
+    in `_` change the committed size, from any thread; they raise `CaptureError` while the current stream captures,
+    `Closed` after `free`, `Broken` after a change whose undo failed, and `Forked` in a forked child. After any other
+    error the buffer is as it was.
 
     Args:
         max_num_bytes: capacity of all segments together, a multiple of `num_segments`.

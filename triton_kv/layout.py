@@ -69,7 +69,7 @@ def expand_order(order: str) -> str:
 class CacheLayout:
     """The byte layout of `num_layers` equal attention layers of `capacity` blocks each, in one reservation.
 
-    order: the six letters of design.md, outermost first; C for TD is accepted and stored as TD.
+    order: the six letters of docs/design.md, outermost first; C for TD is accepted and stored as TD.
     block_size: tokens a block. capacity: blocks reserved.
     granularity: bytes; segments start on multiples of it (their stride is padded, capacity stays as asked), so that no
         granule holds two segments. `None` packs them densely.

@@ -65,7 +65,7 @@ class CheckReport(NamedTuple):
 
     num_errors: int  # accesses masked (reads) or dropped (writes)
     kind: str  # of the first one
-    row: int  # its sequence (reads) or token (writes)
+    row: int  # its row of the block table (reads), its token (writes), its place in the list (copies, zeroing)
     value: int  # the block id or slot
 
     @property

@@ -19,6 +19,7 @@ class AllocatedMemory(BookedMemory):
     """Every reservation is memory from the start; committing only writes books, and nothing is given back before close.
 
     Nothing is protected: a touch of what is not committed reads or writes our own memory instead of faulting.
+    `VirtualMemory` says what each call does.
 
     Args:
         device: any device of torch's with a memory allocator.

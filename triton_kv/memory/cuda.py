@@ -111,6 +111,7 @@ class CudaMemory:
     Works on the device's primary context, which torch uses too; it is current only inside `activate`. Fills run on a
     stream of this object's own that no other stream is ordered with, and never in anybody's capture. `fill` with 0 uses
     a Triton kernel, other values `cuMemsetD8Async`.
+    `VirtualMemory` says what each call does.
 
     Args:
         device: a CUDA device with an index.

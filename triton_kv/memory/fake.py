@@ -16,6 +16,7 @@ class FakeMemory(BookedMemory):
     """Keeps the rules and the accounts of a device, for tests of sizes that no machine has.
 
     `view` raises `Unavailable`, `fill` only checks that its range is accessible.
+    `VirtualMemory` says what each call does.
 
     Args:
         granularity: bytes of a granule.

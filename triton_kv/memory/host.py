@@ -48,6 +48,7 @@ class HostMemory:
 
     All handles are ranges of one sparse file in memory, so there is no descriptor per handle. Pages are taken from the
     machine when they are first written. Two mappings of one handle alias.
+    `VirtualMemory` says what each call does.
 
     Args:
         granularity: bytes of a granule, a multiple of the page size.
