@@ -73,9 +73,9 @@ WRITTEN_OPERANDS_SCHEMA = OPERANDS_SCHEMA.replace(
 class LayerCache:
     """One layer of a `KVCache`: views over its reserved range, of which the committed blocks may be touched.
 
-    The views have a storage of their own that starts at the layer's base and keeps the address range reserved. Blocks at
-    or past the watermark must not be touched: behind the granule that the last committed block ends in, that faults.
-    `repr` reads no memory.
+    The views have a storage of their own that starts at the layer's base and keeps the address range reserved. Blocks
+    at or past the watermark must not be touched: behind the granule that the last committed block ends in, that
+    faults. `repr` reads no memory.
     """
 
     name: str
