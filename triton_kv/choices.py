@@ -153,7 +153,7 @@ def choose_decode(
         if hardware.shared_memory_bytes < 128 << 10 and tile == 64:
             tile = 32
         tile = min(max(16, tile * 128 // lanes), 128 if lanes >= 64 else 64)  # small heads: scores fill the registers
-        if lanes >= 64:
+        if lanes >= 64 and hardware.architecture == 90:
             max_registers = None  # as measured
     if hardware.architecture == "hip":
         num_warps, num_stages = 4, min(num_stages, 2)
@@ -216,7 +216,7 @@ class PrefillChoice:
 
 # Rows to (tile, warps, stages), for heads of up to 128 and of up to 256 channels: what fits into the registers.
 _PREFILL_WIDE = {16: (64, 4, 3), 64: (64, 4, 3), 128: (64, 8, 3)}
-_PREFILL_WIDE_256 = {16: (32, 4, 3), 64: (32, 8, 3), 128: (32, 8, 2)}
+_PREFILL_WIDE_256 = {16: (32, 4, 3), 64: (32, 8, 2), 128: (32, 8, 2)}
 _PREFILL = {16: (64, 4, 3), 64: (64, 8, 3)}
 _PREFILL_256 = {16: (32, 4, 2), 64: (32, 8, 2)}
 
@@ -255,8 +255,12 @@ def choose_prefill(
         tile, num_warps, num_stages = table[rows]
     if hardware.architecture == "hip":
         num_stages = 1
+    if hardware.architecture in (100, 103) and rows == 128:
+        tile = min(tile, 32)
     if reads_scalar_ids(block_size):
         tile = min(tile, _MAX_SCALAR_IDS * block_size)
+    if lanes > 128 and itemsize_bytes == 2 and (not reads_scalar_ids(block_size) or hardware.architecture != 90):
+        tile = 16  # an id a token takes registers as well
     scan = 256 if num_seqs < 256 else _MAX_SCAN
     return PrefillChoice(
         rows=rows,
