@@ -4,11 +4,12 @@ The units (TILE tokens each) of all sequences of the batch stand in one row, seq
 NUM_CHUNKS equal chunks. Program (chunk, KV head) of `decode_kernel` walks its chunk: a sequence that lies wholly
 inside is written straight to `out`; one that crosses a cut leaves a partial, at most two a chunk: in slot 2 * chunk
 for a sequence that holds the chunk's first unit, in slot 2 * chunk + 1 for one that begins later. `join_kernel` has one
-program for each (chunk, row): it joins the sequence that began in an earlier chunk and ends in this one. No atomics
-between programs, no counters, nothing to reset: a replayed graph gives the same bits.
+program for each (sequence, row), or, where chunks are fewer, for each (chunk, row): it joins the sequence that began in
+an earlier chunk and ends in this one. No atomics between programs, no counters, nothing to reset: a replayed graph gives
+the same bits.
 
 With SPLIT > 0 units are SPLIT tokens and each leaves a partial of its own, so that a row's bits depend on its own
-length alone; the join then has one program for each (sequence, row). `prepare_kernel` computes once a step what every
+length alone. `prepare_kernel` computes once a step what every
 layer's launch would compute again: where each chunk begins. A row is a (query token, query head of the group) pair.
 """
 
@@ -23,6 +24,7 @@ from .paging import (
     largest_id,
     load_block_ids,
     load_tile,
+    multiple_of_divisor,
     position_in_block,
 )
 from .scores import LN_2, LOWEST, biased, load_slopes, scaled, with_sink
@@ -93,6 +95,32 @@ def _find_chunk(
             seq_first += tl.sum(tl.where(before, units, 0), 0)
             scanned += tl.sum(units, 0)
     return per_chunk, first, tl.minimum(first + per_chunk, total), seq, seq_first
+
+
+@triton.jit
+def _units_before(
+    seq_lens_ptr,
+    seq,
+    num_seqs,
+    UNIT: tl.constexpr,
+    SPAN: tl.constexpr,
+    SCAN: tl.constexpr,
+    ONE_SCAN: tl.constexpr,
+):
+    """Units of the sequences before `seq`, and of all."""
+    lanes = tl.arange(0, SCAN)
+    before = 0
+    total = 0
+    if ONE_SCAN:
+        units = _units_of(seq_lens_ptr, lanes, num_seqs, UNIT, SPAN)
+        before = tl.sum(tl.where(lanes < seq, units, 0), 0)
+        total = tl.sum(units, 0)
+    else:
+        for start in range(0, num_seqs, SCAN):
+            units = _units_of(seq_lens_ptr, start + lanes, num_seqs, UNIT, SPAN)
+            before += tl.sum(tl.where(start + lanes < seq, units, 0), 0)
+            total += tl.sum(units, 0)
+    return before, total
 
 
 @triton.jit
@@ -277,7 +305,7 @@ def decode_kernel(
     k_channel = tl.arange(0, K_LANES)
     v_channel = tl.arange(0, V_LANES)
     k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * K_STRIDE_HEAD
-    v_head_ptr = v_cache_ptr + tl.multiple_of(v_offset + kv_head.to(tl.int64) * V_STRIDE_HEAD, V_DIVISOR)
+    v_head_ptr = v_cache_ptr + multiple_of_divisor(v_offset + kv_head.to(tl.int64) * V_STRIDE_HEAD, V_DIVISOR)
     if alibi_slopes_ptr is not None:
         slope = load_slopes(alibi_slopes_ptr, head, in_group)
 
@@ -445,6 +473,7 @@ def join_kernel(
     V_LANES: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     SPLIT: tl.constexpr,
+    BY_SEQUENCE: tl.constexpr,  # a program joins a sequence, not what ends in a chunk; always with SPLIT
     SCAN: tl.constexpr,
     ONE_SCAN: tl.constexpr,
     PARTS: tl.constexpr,  # partials read at a time
@@ -457,20 +486,23 @@ def join_kernel(
     SPAN: tl.constexpr = WINDOW + QUERIES - 1 if WINDOW > 0 else 0
     PARTIAL: tl.constexpr = V_HEAD_DIM + PARTIAL_TAIL
     PIECES: tl.constexpr = V_LANES // CHANNELS
-    place = tl.program_id(0) // (NUM_KV_HEADS * ALL_ROWS * PIECES)  # a chunk, or with SPLIT a sequence
+    place = tl.program_id(0) // (NUM_KV_HEADS * ALL_ROWS * PIECES)  # a sequence, or a chunk
     index = tl.program_id(0) // PIECES % (NUM_KV_HEADS * ALL_ROWS)
     piece = tl.program_id(0) % PIECES
     token = index % ALL_ROWS // GROUP
     head = index // ALL_ROWS * GROUP + index % GROUP
     channel = piece * CHANNELS + tl.arange(0, CHANNELS)
     # Under the decode kernel this runs early: it reads only what that kernel waited for.
-    if SPLIT > 0:
+    if BY_SEQUENCE:
         seq = place
-        seq_first = 0
-        lanes = tl.arange(0, SCAN)
-        for start in range(0, seq, SCAN):
-            seq_first += tl.sum(_units_of(seq_lens_ptr, start + lanes, seq, UNIT, SPAN), 0)
-        num_parts = _num_units(tl.load(seq_lens_ptr + seq), UNIT, SPAN)
+        seq_first, total = _units_before(seq_lens_ptr, seq, num_seqs, UNIT, SPAN, SCAN, ONE_SCAN)
+        num_units = _num_units(tl.load(seq_lens_ptr + seq), UNIT, SPAN)
+        if SPLIT == 0:
+            per_chunk = (total + NUM_CHUNKS - 1) // NUM_CHUNKS
+            first_chunk = seq_first // per_chunk
+            num_parts = (seq_first + num_units - 1) // per_chunk - first_chunk + 1
+        else:
+            num_parts = num_units
         joins = num_parts > 1
     else:
         if chunks_ptr is not None:
@@ -483,8 +515,9 @@ def join_kernel(
         seq_end = seq_first + _num_units(tl.load(seq_lens_ptr + seq), UNIT, SPAN)
         joins = (chunk_first < chunk_end) & (seq_first < chunk_first) & (seq_end <= chunk_end)
         first_chunk = seq_first // tl.maximum(per_chunk, 1)
-        began_inside = (seq_first > first_chunk * per_chunk).to(tl.int32)  # then the first partial is in slot 1
         num_parts = place - first_chunk + 1
+    if SPLIT == 0:
+        began_inside = (seq_first > first_chunk * per_chunk).to(tl.int32)  # then the first partial is in slot 1
     query_start = seq
     if query_start_loc_ptr is not None:
         query_start = tl.load(query_start_loc_ptr + seq)

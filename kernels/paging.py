@@ -60,6 +60,13 @@ def cache_offset(block, position, STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.c
 
 
 @triton.jit
+def multiple_of_divisor(offset, DIVISOR: tl.constexpr):
+    """`offset`, a multiple of DIVISOR, so that the compiler knows. It forgets `tl.multiple_of` where it folds the
+    operation that was told of, as adding head 0 of one."""
+    return offset // DIVISOR * DIVISOR
+
+
+@triton.jit
 def is_usable(block, bound):
     """0 <= block < bound, in one comparison."""
     return block.to(tl.uint32, bitcast=True) < bound.to(tl.uint32, bitcast=True)

@@ -14,6 +14,7 @@ from .paging import (
     largest_id,
     load_block_ids,
     load_tile,
+    multiple_of_divisor,
     position_in_block,
 )
 from .scores import LN_2, LOWEST, biased, load_slopes, scaled, with_sink
@@ -246,7 +247,7 @@ def prefill_kernel(
     q_mask = is_row[:, None] & (k_channel < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + q_offset[:, None] + k_channel[None, :], mask=q_mask, other=0.0)  # [ROWS, K_LANES]
     k_head_ptr = k_cache_ptr + kv_head.to(tl.int64) * K_STRIDE_HEAD
-    v_head_ptr = v_cache_ptr + tl.multiple_of(v_offset + kv_head.to(tl.int64) * V_STRIDE_HEAD, V_DIVISOR)
+    v_head_ptr = v_cache_ptr + multiple_of_divisor(v_offset + kv_head.to(tl.int64) * V_STRIDE_HEAD, V_DIVISOR)
 
     context = length - query_length  # negative where a sequence is shorter than its queries: those see nothing
     query = context + token

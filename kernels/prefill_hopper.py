@@ -39,6 +39,7 @@ _HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpre
 # exp2(0), which the next maximum takes back, and never infinity.
 HIDDEN = gl.constexpr(-(2.0**99))
 LN_2 = gl.constexpr(0.6931471805599453)
+NOWHERE = gl.constexpr(-(2**30))  # a row that is below zero whatever head is added
 UNIT = gl.constexpr(16)  # rows of V that are cleared at a time
 CONSUMERS = gl.constexpr(2)
 CONSUMER_ROWS = gl.constexpr(64)  # of a wide matrix instruction
@@ -122,6 +123,22 @@ def _block_ids(row_ptr, tile, need, bound, KEYS: gl.constexpr, BLOCK_SIZE: gl.co
 
 
 @gluon.jit
+def _places(row_ptr, tile, need, bound, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr):
+    """Where the blocks of a tile of keys begin: in rows of the cache, or, with BLOCK_ROWS 0, their ids.
+
+    The copy engine fills what lies below zero with zeros.
+    """
+    PAGES: gl.constexpr = (KEYS + BLOCK_SIZE - 1) // BLOCK_SIZE
+    ids = _block_ids(row_ptr, tile, need, bound, KEYS, BLOCK_SIZE)
+    if BLOCK_ROWS == 0:
+        return ids
+    places = ()
+    for i in gl.static_range(PAGES):
+        places = places + (gl.where(ids[i] >= 0, ids[i] * BLOCK_ROWS, NOWHERE),)  # noqa: RUF005
+    return places
+
+
+@gluon.jit
 def _produce(
     IS_V: gl.constexpr,
     q_desc,
@@ -142,6 +159,9 @@ def _produce(
     NUM_KV_HEADS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr,
+    HEAD_ROWS: gl.constexpr,
+    HEAD_CHANNELS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     PACKED: gl.constexpr,
     KEYS: gl.constexpr,
@@ -172,7 +192,10 @@ def _produce(
             end = gl.minimum(position + num_tokens, length)
         need = gl.minimum((end + BLOCK_SIZE - 1) // BLOCK_SIZE, table_width)
         row_ptr = block_table_ptr + table_row.to(gl.int64) * table_stride_row
-        ids = _block_ids(row_ptr, n - 1, need, bound, KEYS, BLOCK_SIZE)
+        # Of the head's first token in a block, past the block's own place.
+        head_row = kv_head * HEAD_ROWS
+        head_channel = kv_head * HEAD_CHANNELS
+        places = _places(row_ptr, n - 1, need, bound, KEYS, BLOCK_SIZE, BLOCK_ROWS)
         if not IS_V:
             head = kv_head * GROUP + item % PARTS * PACKED
             for which in gl.static_range(CONSUMERS):
@@ -189,7 +212,7 @@ def _produce(
         for i in range(n):
             tile = n - 1 - i
             stage = step % STAGES
-            next_ids = _block_ids(row_ptr, gl.maximum(tile - 1, 0), need, bound, KEYS, BLOCK_SIZE)
+            next_places = _places(row_ptr, gl.maximum(tile - 1, 0), need, bound, KEYS, BLOCK_SIZE, BLOCK_ROWS)
             mbarrier.wait(kv_free.index(stage), (step // STAGES & 1) ^ 1)
             mbarrier.expect(kv_full.index(stage), KEYS * HEAD_DIM * BYTES)
             for page in gl.static_range(PAGES):
@@ -198,13 +221,14 @@ def _produce(
                         token = tile * KEYS % BLOCK_SIZE
                     else:
                         token = 0
-                    _load_box(
-                        kv_desc,
-                        [ids[page], token, kv_head, half * CHANNELS],
-                        kv_full.index(stage),
-                        kv_buffer.index((stage * HALVES + half) * PAGES + page),
-                    )
-            ids = next_ids
+                    box = kv_buffer.index((stage * HALVES + half) * PAGES + page)
+                    if BLOCK_ROWS > 0:
+                        corner = [places[page] + head_row + token, head_channel + half * CHANNELS]
+                        _load_box(kv_desc, corner, kv_full.index(stage), box)
+                    else:
+                        corner = [places[page], token, kv_head, half * CHANNELS]
+                        _load_box(kv_desc, corner, kv_full.index(stage), box)
+            places = next_places
             step += 1
 
 
@@ -582,8 +606,8 @@ def _consume(
 )
 def hopper_kernel(
     q_desc,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM]: boxes [CONSUMER_ROWS / PACKED, PACKED, CHANNELS]
-    k_desc,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]: boxes [1, min(BLOCK_SIZE, KEYS), 1, CHANNELS]
-    v_desc,  # as k_desc
+    k_desc,  # rows of the cache: boxes [min(BLOCK_SIZE, KEYS), CHANNELS]; or, with BLOCK_ROWS 0,
+    v_desc,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]: boxes [1, min(BLOCK_SIZE, KEYS), 1, CHANNELS]
     out_desc,  # as q_desc
     out_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM]
     lse_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP] f32, or None
@@ -600,6 +624,9 @@ def hopper_kernel(
     NUM_KV_HEADS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr,  # from a block to the next, or 0
+    HEAD_ROWS: gl.constexpr,  # from a head to the next, in rows and
+    HEAD_CHANNELS: gl.constexpr,  # in channels of a row
     OUT_STRIDE_HEAD: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     PACKED: gl.constexpr,  # query heads in the rows of a tile, a power of two
@@ -622,8 +649,9 @@ def hopper_kernel(
     out_buffer = gl.allocate_shared_memory(
         DTYPE, [CONSUMERS * HALVES, CONSUMER_ROWS // PACKED, PACKED, CHANNELS], out_desc.layout
     )
-    k_buffer = gl.allocate_shared_memory(DTYPE, [STAGES * HALVES * PAGES, 1, KEYS // PAGES, 1, CHANNELS], k_desc.layout)
-    v_buffer = gl.allocate_shared_memory(DTYPE, [STAGES * HALVES * PAGES, 1, KEYS // PAGES, 1, CHANNELS], v_desc.layout)
+    BOX: gl.constexpr = [KEYS // PAGES, CHANNELS] if BLOCK_ROWS > 0 else [1, KEYS // PAGES, 1, CHANNELS]
+    k_buffer = gl.allocate_shared_memory(DTYPE, [STAGES * HALVES * PAGES] + BOX, k_desc.layout)  # noqa: RUF005
+    v_buffer = gl.allocate_shared_memory(DTYPE, [STAGES * HALVES * PAGES] + BOX, v_desc.layout)  # noqa: RUF005
     q_tiles = _as(q_buffer, DTYPE, [2 * CONSUMERS, CONSUMER_ROWS, HEAD_DIM], PLAIN)
     out_tiles = _as(out_buffer, DTYPE, [CONSUMERS, CONSUMER_ROWS, HEAD_DIM], PLAIN)
     k_tiles = _as(k_buffer, DTYPE, [STAGES, KEYS, HEAD_DIM], PLAIN)
@@ -664,12 +692,12 @@ def hopper_kernel(
             (_produce, (
             False, q_desc, k_desc, q_buffer, k_buffer, q_full, q_free, k_full, k_free,
             block_table_ptr, control_ptr, work_ptr, table_width, num_blocks, table_stride_row, GROUP, NUM_KV_HEADS,
-            HEAD_DIM, BLOCK_SIZE, IS_CAUSAL, PACKED, KEYS, STAGES,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, HEAD_ROWS, HEAD_CHANNELS, IS_CAUSAL, PACKED, KEYS, STAGES,
             )),
             (_produce, (
             True, q_desc, v_desc, q_buffer, v_buffer, q_full, q_free, v_full, v_free,
             block_table_ptr, control_ptr, work_ptr, table_width, num_blocks, table_stride_row, GROUP, NUM_KV_HEADS,
-            HEAD_DIM, BLOCK_SIZE, IS_CAUSAL, PACKED, KEYS, STAGES,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, HEAD_ROWS, HEAD_CHANNELS, IS_CAUSAL, PACKED, KEYS, STAGES,
             )),
         ],
         [4, 1, 1],

@@ -141,7 +141,8 @@ def decode_launches(
         launch_pdl=choice.use_pdl,
         max_registers=choice.max_registers,
     )
-    places = batch.num_seqs if choice.split_tokens else choice.num_chunks
+    by_sequence = bool(choice.split_tokens) or batch.num_seqs <= choice.num_chunks
+    places = batch.num_seqs if by_sequence else choice.num_chunks
     join = Launch(
         kernel=join_kernel,
         grid=(places * num_query_heads * queries * (lanes_of(v_head_dim) // choice.join_channels),),
@@ -149,7 +150,7 @@ def decode_launches(
             "seq_lens_ptr": batch.seq_lens,
             "query_start_loc_ptr": batch.query_start_loc,
             "sinks_ptr": scoring.sinks,
-            "chunks_ptr": workspace.chunks,
+            "chunks_ptr": None if by_sequence else workspace.chunks,
             "out_ptr": out,
             "lse_ptr": lse,
             "partials_ptr": workspace.partials,
@@ -167,6 +168,7 @@ def decode_launches(
             "V_LANES": lanes_of(v_head_dim),
             "NUM_CHUNKS": choice.num_chunks,
             "SPLIT": choice.split_tokens,
+            "BY_SEQUENCE": by_sequence,
             "SCAN": choice.scan,
             "ONE_SCAN": choice.one_scan,
             "PARTS": choice.join_parts,

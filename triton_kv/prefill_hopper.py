@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ _LOG2_E = 1.4426950408889634
 _CHANNELS = 64  # 16-bit channels a box: the 128 bytes that shared memory is swizzled over
 _CONSUMER_ROWS = 64
 _MAX_STRIDE_BYTES = 1 << 40  # of a copy engine's descriptor
+_MAX_ROWS = 1 << 29  # that a kernel counts without overflow, and can tell from rows below zero
 _LEAST_SCALE = 2.0**-30  # hidden scores must stay far below any other after scaling
 _ENTRIES = 512  # block ids that a program checks at a time
 
@@ -199,14 +200,15 @@ def attention_launch(
     num_tokens, num_query_heads, head_dim = q.shape
     group = num_query_heads // operands.num_kv_heads
     num_items = choice.most_items(num_tokens, batch.num_seqs, operands.num_kv_heads) * -(-group // choice.packed)
-    k, v = operands.views()
+    steps = _row_steps(operands)
+    k_desc, v_desc = (_pages(cache, choice, steps) for cache in operands.views())
     return Launch(
         kernel=hopper_kernel,
         grid=(min(hardware.num_sms, num_items),),
         arguments={
             "q_desc": _rows(q, choice),
-            "k_desc": _pages(k, choice),
-            "v_desc": _pages(v, choice),
+            "k_desc": k_desc,
+            "v_desc": v_desc,
             "out_desc": _rows(out, choice),
             "out_ptr": out,
             "lse_ptr": lse,
@@ -223,6 +225,9 @@ def attention_launch(
             "NUM_KV_HEADS": operands.num_kv_heads,
             "HEAD_DIM": head_dim,
             "BLOCK_SIZE": operands.block_size,
+            "BLOCK_ROWS": steps.block if steps else 0,
+            "HEAD_ROWS": steps.head if steps else 0,
+            "HEAD_CHANNELS": steps.head_channels if steps else 0,
             "OUT_STRIDE_HEAD": out.stride(1),
             "IS_CAUSAL": scoring.causal,
             "PACKED": choice.packed,
@@ -250,12 +255,46 @@ def _rows(tensor: torch.Tensor, choice: HopperChoice) -> Any:
     return TensorDescriptor(tensor, list(tensor.shape), strides, box, NVMMASharedLayout(128, 16, 3))
 
 
-def _pages(cache: torch.Tensor, choice: HopperChoice) -> Any:
+@dataclass(frozen=True, slots=True)
+class _RowSteps:
+    """A cache as a matrix with a row a token stride: how many rows, and channels in a row, its steps take."""
+
+    block: int
+    head: int
+    head_channels: int
+
+
+def _row_steps(operands: LayerOperands) -> _RowSteps | None:
+    """K and V as matrices of rows, or None where their strides have none in common, or the rows are too many to count.
+
+    Two coordinates a message instead of four: blocks of 16 tokens take so many that computing them would be felt.
+    """
+    found = []
+    for block, token, head in (operands.k_strides, operands.v_strides):
+        inside = head * (operands.num_kv_heads - 1) + operands.head_dim <= token
+        if block % token or not (inside or head % token == 0):
+            return None
+        steps = _RowSteps(block // token, 0 if inside else head // token, head if inside else 0)
+        rows = steps.block * operands.num_blocks + steps.head * operands.num_kv_heads
+        if rows > _MAX_ROWS:
+            return None
+        found.append(steps)
+    return found[0] if found[0] == found[1] else None
+
+
+def _pages(cache: torch.Tensor, choice: HopperChoice, steps: _RowSteps | None) -> Any:
     """A descriptor of K or V, in whatever strides, whose boxes hold a block of one head, or as much as a tile takes."""
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    box = [1, min(cache.shape[1], choice.keys), 1, _CHANNELS]
+    num_blocks, block_size, num_heads, head_dim = cache.shape
+    tokens = min(block_size, choice.keys)
+    if steps is not None:
+        rows = steps.block * (num_blocks - 1) + steps.head * (num_heads - 1) + block_size
+        shape = [rows, steps.head_channels * (num_heads - 1) + head_dim]
+        box = [tokens, _CHANNELS]
+        return TensorDescriptor(cache, shape, [cache.stride(1), 1], box, NVMMASharedLayout(128, 16, 2))
+    box = [1, tokens, 1, _CHANNELS]
     return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), box, NVMMASharedLayout(128, 16, 4))
 
 
