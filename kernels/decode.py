@@ -4,9 +4,9 @@ The units (TILE tokens each) of all sequences of the batch stand in one row, seq
 NUM_CHUNKS equal chunks. Program (chunk, KV head) of `decode_kernel` walks its chunk: a sequence that lies wholly
 inside is written straight to `out`; one that crosses a cut leaves a partial, at most two a chunk: in slot 2 * chunk
 for a sequence that holds the chunk's first unit, in slot 2 * chunk + 1 for one that begins later. `join_kernel` has one
-program for each (sequence, row), or, where chunks are fewer, for each (chunk, row): it joins the sequence that began in
-an earlier chunk and ends in this one. No atomics between programs, no counters, nothing to reset: a replayed graph gives
-the same bits.
+program for each (sequence, row), or, where chunks are fewer, for each (chunk, row): that one joins the sequence that
+began in an earlier chunk and ends in this one. No atomics between programs, no counters, nothing to reset: a replayed
+graph gives the same bits.
 
 With SPLIT > 0 units are SPLIT tokens and each leaves a partial of its own, so that a row's bits depend on its own
 length alone. `prepare_kernel` computes once a step what every
@@ -55,6 +55,16 @@ def _units_of(seq_lens_ptr, seqs, num_seqs, UNIT: tl.constexpr, SPAN: tl.constex
 
 
 @triton.jit
+def _units_per_chunk(total, longest, num_seqs, NUM_CHUNKS: tl.constexpr):
+    """Units of each of NUM_CHUNKS chunks, or of fewer that are up to a thirty-second longer, where all sequences have
+    the same number of units and whole ones make such chunks: then nothing is left to join."""
+    per_chunk = (total + NUM_CHUNKS - 1) // NUM_CHUNKS
+    whole = (num_seqs + NUM_CHUNKS - 1) // NUM_CHUNKS * longest
+    is_even = (longest * num_seqs == total) & (whole * 32 <= per_chunk * 33)
+    return tl.where(is_even, whole, per_chunk)
+
+
+@triton.jit
 def _find_chunk(
     seq_lens_ptr,
     num_seqs,
@@ -74,16 +84,19 @@ def _find_chunk(
     if ONE_SCAN:
         units = _units_of(seq_lens_ptr, lanes, num_seqs, UNIT, SPAN)
         total = tl.sum(units, 0)
-        per_chunk = (total + NUM_CHUNKS - 1) // NUM_CHUNKS
+        per_chunk = _units_per_chunk(total, tl.max(units, 0), num_seqs, NUM_CHUNKS)
         first = chunk * per_chunk
         before = tl.cumsum(units, 0) <= first
         seq = tl.sum(before.to(tl.int32), 0)
         seq_first = tl.sum(tl.where(before, units, 0), 0)
     else:
         total = 0
+        longest = 0
         for start in range(0, num_seqs, SCAN):
-            total += tl.sum(_units_of(seq_lens_ptr, start + lanes, num_seqs, UNIT, SPAN), 0)
-        per_chunk = (total + NUM_CHUNKS - 1) // NUM_CHUNKS
+            units = _units_of(seq_lens_ptr, start + lanes, num_seqs, UNIT, SPAN)
+            total += tl.sum(units, 0)
+            longest = tl.maximum(longest, tl.max(units, 0))
+        per_chunk = _units_per_chunk(total, longest, num_seqs, NUM_CHUNKS)
         first = chunk * per_chunk
         seq = 0
         seq_first = 0
@@ -98,29 +111,33 @@ def _find_chunk(
 
 
 @triton.jit
-def _units_before(
+def _find_sequence(
     seq_lens_ptr,
     seq,
     num_seqs,
+    NUM_CHUNKS: tl.constexpr,
     UNIT: tl.constexpr,
     SPAN: tl.constexpr,
     SCAN: tl.constexpr,
     ONE_SCAN: tl.constexpr,
 ):
-    """Units of the sequences before `seq`, and of all."""
+    """Units a chunk, and units of the sequences before `seq`."""
     lanes = tl.arange(0, SCAN)
     before = 0
     total = 0
+    longest = 0
     if ONE_SCAN:
         units = _units_of(seq_lens_ptr, lanes, num_seqs, UNIT, SPAN)
         before = tl.sum(tl.where(lanes < seq, units, 0), 0)
         total = tl.sum(units, 0)
+        longest = tl.max(units, 0)
     else:
         for start in range(0, num_seqs, SCAN):
             units = _units_of(seq_lens_ptr, start + lanes, num_seqs, UNIT, SPAN)
             before += tl.sum(tl.where(start + lanes < seq, units, 0), 0)
             total += tl.sum(units, 0)
-    return before, total
+            longest = tl.maximum(longest, tl.max(units, 0))
+    return _units_per_chunk(total, longest, num_seqs, NUM_CHUNKS), before
 
 
 @triton.jit
@@ -495,10 +512,11 @@ def join_kernel(
     # Under the decode kernel this runs early: it reads only what that kernel waited for.
     if BY_SEQUENCE:
         seq = place
-        seq_first, total = _units_before(seq_lens_ptr, seq, num_seqs, UNIT, SPAN, SCAN, ONE_SCAN)
+        per_chunk, seq_first = _find_sequence(
+            seq_lens_ptr, seq, num_seqs, NUM_CHUNKS, UNIT, SPAN, SCAN, ONE_SCAN
+        )
         num_units = _num_units(tl.load(seq_lens_ptr + seq), UNIT, SPAN)
         if SPLIT == 0:
-            per_chunk = (total + NUM_CHUNKS - 1) // NUM_CHUNKS
             first_chunk = seq_first // per_chunk
             num_parts = (seq_first + num_units - 1) // per_chunk - first_chunk + 1
         else:

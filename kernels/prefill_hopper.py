@@ -1,7 +1,8 @@
 """Paged prefill for Hopper GPUs in Gluon: one persistent program an SM, its warps specialised (see docs/prefill.md).
 
-Two consumer warpgroups own 64 rows of a query tile each, a row being a (token, query head of the group) pair; one warp
-loads Q and K, another V, both with the copy engine (TMA), a page a message. The work comes from `prefill_work`.
+Two or three consumer warpgroups own 64 rows of a query tile each, a row being a (token, query head of the group) pair;
+one warp loads Q and K, another V, both with the copy engine (TMA), a page a message. The work comes from
+`prefill_work`.
 
 The order of waits, conversions and stores below is what keeps ptxas from serialising the matrix instructions; the
 compile tests count its waits.
@@ -33,6 +34,7 @@ from .prefill_work import (
 # Named otherwise before Triton 3.8.
 _load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _store_box = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+_sync_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 # A score that no key has. A power of two, so that its product with the scale is exact: a row that saw nothing yet gets
@@ -41,7 +43,6 @@ HIDDEN = gl.constexpr(-(2.0**99))
 LN_2 = gl.constexpr(0.6931471805599453)
 NOWHERE = gl.constexpr(-(2**30))  # a row that is below zero whatever head is added
 UNIT = gl.constexpr(16)  # rows of V that are cleared at a time
-CONSUMERS = gl.constexpr(2)
 CONSUMER_ROWS = gl.constexpr(64)  # of a wide matrix instruction
 CHANNELS = gl.constexpr(64)  # 16-bit channels in the 128 bytes of a swizzled row
 
@@ -55,36 +56,32 @@ def _as(buffer, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def _instruct(instruction: gl.constexpr):
+    """An instruction of PTX that has neither operands in registers nor a result."""
+    text: gl.constexpr = instruction + "; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(text, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _wait_turn(which: gl.constexpr):
-    """Consumer `which` waits until the other one has issued its matrix instructions (named barriers 12 and 13)."""
+    """Consumer `which` waits until the one before has issued its matrix instructions (named barriers from 12 on)."""
     if which == 0:
-        gl.inline_asm_elementwise(
-            "bar.sync 12, 256; mov.u32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-        )
+        _instruct("bar.sync 12, 256")
+    elif which == 1:
+        _instruct("bar.sync 13, 256")
     else:
-        gl.inline_asm_elementwise(
-            "bar.sync 13, 256; mov.u32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-        )
+        _instruct("bar.sync 14, 256")
 
 
 @gluon.jit
-def _give_turn(which: gl.constexpr):
-    """It is consumer `which`'s turn to issue."""
-    if which == 0:
-        gl.inline_asm_elementwise(
-            "bar.arrive 12, 256; mov.u32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-        )
+def _give_turn(which: gl.constexpr, CONSUMERS: gl.constexpr):
+    """After consumer `which` it is the next one's turn to issue."""
+    if (which + 1) % CONSUMERS == 0:
+        _instruct("bar.arrive 12, 256")
+    elif (which + 1) % CONSUMERS == 1:
+        _instruct("bar.arrive 13, 256")
     else:
-        gl.inline_asm_elementwise(
-            "bar.arrive 13, 256; mov.u32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def _wait_for_predecessor():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; mov.u32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
+        _instruct("bar.arrive 14, 256")
 
 
 @gluon.jit
@@ -166,6 +163,7 @@ def _produce(
     PACKED: gl.constexpr,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
 ):
     """One warp: Q and K, or V, of every item, as the ring of buffers has room."""
     PARTS: gl.constexpr = (GROUP + PACKED - 1) // PACKED
@@ -280,6 +278,7 @@ def _clear_tail(v_units, stage, num_valid, HEAD_DIM: gl.constexpr, KEYS: gl.cons
         for u in range(first + 1, UNITS):
             v_units.index(begin + u).store(zeros)
     fence_async_shared()
+    _sync_threads()  # here, or the compiler puts one in front of every read of V
 
 
 @gluon.jit
@@ -362,11 +361,12 @@ def _consume(
     PACKED: gl.constexpr,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr,
 ):
     """One warpgroup: softmax(Q K) V of its 64 rows of every item, keys from right to left.
 
-    While the tensor cores work on the scores of one tile and the values of the tile before, the other consumer has its
-    softmax; the two take turns to issue. The first scores of an item run beside the last values of the item before.
+    While the tensor cores work on the scores of one tile and the values of the tile before, another consumer has its
+    softmax; they take turns to issue. The first scores of an item run beside the last values of the item before.
     """
     PARTS: gl.constexpr = (GROUP + PACKED - 1) // PACKED
     HALVES: gl.constexpr = HEAD_DIM // CHANNELS
@@ -386,8 +386,8 @@ def _consume(
     turns = _num_turns(num_items * PARTS)
     row_token = which * TOKENS + gl.arange(0, CONSUMER_ROWS, ROW) // PACKED
     if turns > 0:
-        if which == 1:
-            _give_turn(0)
+        if which == CONSUMERS - 1:
+            _give_turn(which, CONSUMERS)
         # The first item's first scores have nothing to run beside.
         item = _item_of(0)
         item_ptr = items_ptr + item // PARTS * ITEM_WORDS
@@ -453,7 +453,7 @@ def _consume(
                 scores = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), p, use_acc=False, is_async=True)
                 mbarrier.wait(v_full.index(v_stage), v_phase)
                 acc = warpgroup_mma(weights, v_tiles.index(v_stage), acc, is_async=True)
-                _give_turn(1 - which)
+                _give_turn(which, CONSUMERS)
                 scores = warpgroup_mma_wait(1, deps=(scores,))
                 mbarrier.arrive(k_free.index(stage), count=1)
                 if i < num_masked:
@@ -526,7 +526,7 @@ def _consume(
                 )
                 mbarrier.wait(v_full.index(v_stage), v_phase)
                 acc = warpgroup_mma(weights, v_tiles.index(v_stage), acc, is_async=True)
-                _give_turn(1 - which)
+                _give_turn(which, CONSUMERS)
                 scores = warpgroup_mma_wait(1, deps=(scores,))
                 mbarrier.arrive(k_free.index(stage), count=1)
                 scores = _hide_unseen(
@@ -632,9 +632,9 @@ def hopper_kernel(
     PACKED: gl.constexpr,  # query heads in the rows of a tile, a power of two
     KEYS: gl.constexpr,  # keys a tile
     STAGES: gl.constexpr,  # tiles of K, and of V, in the ring
+    CONSUMERS: gl.constexpr,  # 2 or 3
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
-    USE_PDL: gl.constexpr,
 ):
     HALVES: gl.constexpr = HEAD_DIM // CHANNELS
     PAGES: gl.constexpr = (KEYS + BLOCK_SIZE - 1) // BLOCK_SIZE
@@ -672,35 +672,69 @@ def hopper_kernel(
         mbarrier.init(k_free.index(i), count=CONSUMERS)
         mbarrier.init(v_free.index(i), count=CONSUMERS)
     fence_async_shared()
-    if USE_PDL:
-        _wait_for_predecessor()
     # fmt: off
-    gl.warp_specialize(  # tuples cannot be added up here
-        [
-            (_consume, (
-            0, out_desc, out_ptr, lse_ptr, q_tiles, k_tiles, v_tiles, v_units, out_buffer, out_tiles, q_full, q_free,
-            k_full, k_free, v_full, v_free, block_table_ptr, control_ptr, work_ptr, suspects_ptr, table_width,
-            num_blocks, table_stride_row, out_stride_token, scale_log2, GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
-            OUT_STRIDE_HEAD, IS_CAUSAL, PACKED, KEYS, STAGES,
-            )),
-            (_consume, (
-            1, out_desc, out_ptr, lse_ptr, q_tiles, k_tiles, v_tiles, v_units, out_buffer, out_tiles, q_full, q_free,
-            k_full, k_free, v_full, v_free, block_table_ptr, control_ptr, work_ptr, suspects_ptr, table_width,
-            num_blocks, table_stride_row, out_stride_token, scale_log2, GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
-            OUT_STRIDE_HEAD, IS_CAUSAL, PACKED, KEYS, STAGES,
-            )),
-            (_produce, (
-            False, q_desc, k_desc, q_buffer, k_buffer, q_full, q_free, k_full, k_free,
-            block_table_ptr, control_ptr, work_ptr, table_width, num_blocks, table_stride_row, GROUP, NUM_KV_HEADS,
-            HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, HEAD_ROWS, HEAD_CHANNELS, IS_CAUSAL, PACKED, KEYS, STAGES,
-            )),
-            (_produce, (
-            True, q_desc, v_desc, q_buffer, v_buffer, q_full, q_free, v_full, v_free,
-            block_table_ptr, control_ptr, work_ptr, table_width, num_blocks, table_stride_row, GROUP, NUM_KV_HEADS,
-            HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, HEAD_ROWS, HEAD_CHANNELS, IS_CAUSAL, PACKED, KEYS, STAGES,
-            )),
-        ],
-        [4, 1, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    if CONSUMERS == 2:
+        gl.warp_specialize(  # tuples cannot be added up here
+            [
+                (_consume, (
+                0, out_desc, out_ptr, lse_ptr, q_tiles, k_tiles, v_tiles, v_units, out_buffer, out_tiles, q_full,
+                q_free, k_full, k_free, v_full, v_free, block_table_ptr, control_ptr, work_ptr, suspects_ptr,
+                table_width, num_blocks, table_stride_row, out_stride_token, scale_log2, GROUP, NUM_KV_HEADS, HEAD_DIM,
+                BLOCK_SIZE, OUT_STRIDE_HEAD, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS,
+                )),
+                (_consume, (
+                1, out_desc, out_ptr, lse_ptr, q_tiles, k_tiles, v_tiles, v_units, out_buffer, out_tiles, q_full,
+                q_free, k_full, k_free, v_full, v_free, block_table_ptr, control_ptr, work_ptr, suspects_ptr,
+                table_width, num_blocks, table_stride_row, out_stride_token, scale_log2, GROUP, NUM_KV_HEADS, HEAD_DIM,
+                BLOCK_SIZE, OUT_STRIDE_HEAD, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS,
+                )),
+                (_produce, (
+                False, q_desc, k_desc, q_buffer, k_buffer, q_full, q_free, k_full, k_free,
+                block_table_ptr, control_ptr, work_ptr, table_width, num_blocks, table_stride_row, GROUP, NUM_KV_HEADS,
+                HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, HEAD_ROWS, HEAD_CHANNELS, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS,
+                )),
+                (_produce, (
+                True, q_desc, v_desc, q_buffer, v_buffer, q_full, q_free, v_full, v_free,
+                block_table_ptr, control_ptr, work_ptr, table_width, num_blocks, table_stride_row, GROUP, NUM_KV_HEADS,
+                HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, HEAD_ROWS, HEAD_CHANNELS, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS,
+                )),
+            ],
+            [4, 1, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                0, out_desc, out_ptr, lse_ptr, q_tiles, k_tiles, v_tiles, v_units, out_buffer, out_tiles, q_full,
+                q_free, k_full, k_free, v_full, v_free, block_table_ptr, control_ptr, work_ptr, suspects_ptr,
+                table_width, num_blocks, table_stride_row, out_stride_token, scale_log2, GROUP, NUM_KV_HEADS, HEAD_DIM,
+                BLOCK_SIZE, OUT_STRIDE_HEAD, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS,
+                )),
+                (_consume, (
+                1, out_desc, out_ptr, lse_ptr, q_tiles, k_tiles, v_tiles, v_units, out_buffer, out_tiles, q_full,
+                q_free, k_full, k_free, v_full, v_free, block_table_ptr, control_ptr, work_ptr, suspects_ptr,
+                table_width, num_blocks, table_stride_row, out_stride_token, scale_log2, GROUP, NUM_KV_HEADS, HEAD_DIM,
+                BLOCK_SIZE, OUT_STRIDE_HEAD, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS,
+                )),
+                (_consume, (
+                2, out_desc, out_ptr, lse_ptr, q_tiles, k_tiles, v_tiles, v_units, out_buffer, out_tiles, q_full,
+                q_free, k_full, k_free, v_full, v_free, block_table_ptr, control_ptr, work_ptr, suspects_ptr,
+                table_width, num_blocks, table_stride_row, out_stride_token, scale_log2, GROUP, NUM_KV_HEADS, HEAD_DIM,
+                BLOCK_SIZE, OUT_STRIDE_HEAD, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS,
+                )),
+                (_produce, (
+                False, q_desc, k_desc, q_buffer, k_buffer, q_full, q_free, k_full, k_free,
+                block_table_ptr, control_ptr, work_ptr, table_width, num_blocks, table_stride_row, GROUP, NUM_KV_HEADS,
+                HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, HEAD_ROWS, HEAD_CHANNELS, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS,
+                )),
+                (_produce, (
+                True, q_desc, v_desc, q_buffer, v_buffer, q_full, q_free, v_full, v_free,
+                block_table_ptr, control_ptr, work_ptr, table_width, num_blocks, table_stride_row, GROUP, NUM_KV_HEADS,
+                HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, HEAD_ROWS, HEAD_CHANNELS, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS,
+                )),
+            ],
+            [4, 4, 1, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
     # fmt: on

@@ -134,7 +134,6 @@ def work_kernel(
     ITEMS: tl.constexpr,  # items that a program places: a group, of one sequence and head
     SCAN: tl.constexpr,  # sequences that it looks at at a time
     ENTRIES: tl.constexpr,  # block ids that a program checks at a time
-    USE_PDL: tl.constexpr,
 ):
     """Programs below num_groups * NUM_KV_HEADS place one group of items each; the others check block ids.
 
@@ -142,8 +141,6 @@ def work_kernel(
     equal ones by sequence, head and token, so that neighbours share K and V. Each program looks at all sequences twice:
     to find its own, then to count what comes before its items.
     """
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     num_placing = num_groups * NUM_KV_HEADS
     if program >= num_placing:

@@ -130,8 +130,8 @@ def choose_decode(
     """The choice for `num_seqs` sequences of at most `queries` query tokens, `group` query heads a KV head.
 
     Measured on an H200 (`python -m bench tune`) for 16-bit types, head_dim 128: 64-token tiles, 4 warps, two programs
-    an SM with two tiles of 32 KiB in flight each; from 64 sequences on 32-token tiles, 2 warps, four programs (better
-    balanced, more partials). The grid is a whole number of resident programs an SM, rounded down. Elsewhere tiles
+    an SM with two tiles of 32 KiB in flight each; from 64 sequences of several KV heads on 32-token tiles, 2 warps,
+    four programs (better balanced, more partials). The grid is a whole number of resident programs an SM, rounded down. Elsewhere tiles
     shrink until as many programs fit into shared memory. With `batch_invariant` what shapes the arithmetic does not
     depend on `num_seqs`.
     """
@@ -148,7 +148,7 @@ def choose_decode(
     elif rows > 16:
         tile, num_warps, num_stages, per_sm = (32, 4, 3, 2) if lanes <= 128 else (16, 8, 3, 1)
     else:
-        many = num_seqs >= 64 and not batch_invariant
+        many = num_seqs >= 64 and num_kv_heads > 1 and not batch_invariant
         tile, num_warps, num_stages, per_sm = (32, 2, 3, 4) if many else (64, 4, 3, 2)
         if hardware.shared_memory_bytes < 128 << 10 and tile == 64:
             tile = 32
@@ -170,7 +170,7 @@ def choose_decode(
     join_channels, join_warps = v_lanes, 1  # more warps would stay resident under the decode kernel
     expected_parts = num_chunks // num_seqs + 1
     if expected_parts > 16 and not batch_invariant:  # few sequences in many pieces: the join is a chain of reads
-        join_parts = min(triton.next_power_of_2(expected_parts), 256)
+        join_parts = min(triton.next_power_of_2(expected_parts), 128)
         join_channels, join_warps = min(v_lanes, 32), max(1, join_parts // 32)
     scan = min(max(16, triton.next_power_of_2(num_seqs)), _MAX_SCAN)
     return DecodeChoice(
@@ -273,9 +273,10 @@ def choose_prefill(
     )
 
 
-# Rows, (query token, query head) pairs, of a tile of the Hopper kernel; keys of a tile; heads a box of Q may take.
-_HOPPER_ROWS = 128
+# Rows, (query token, query head) pairs, of a consumer of the Hopper kernel; keys of a tile; heads a box of Q may take.
+HOPPER_CONSUMER_ROWS = 64
 _HOPPER_KEYS = 128
+_HOPPER_MANY_ROWS = 16384  # from which three consumers are faster than two, by the H200
 _HOPPER_MAX_PACKED = 64
 _HOPPER_L2_BYTES = 40_000_000  # of 50 (H100, H200: 60), which K and V of the tiles in flight may fill
 _HOPPER_MAX_SCAN = 256
@@ -292,13 +293,13 @@ HOPPER_TRITONS = ((3, 6), (3, 7))
 class HopperChoice:
     """How the Hopper prefill kernel cuts a batch."""
 
+    consumers: int  # warpgroups that share a tile, 64 rows each
     packed: int  # query heads of a group in the rows of a tile
     keys: int  # a tile
     stages: int  # tiles of K, and of V, in flight
     span: int  # tiles of keys, over heads, that share the L2
     items: int  # of the work list that one program places
     scan: int  # sequences that it looks at at a time
-    use_pdl: bool
 
     def __post_init__(self) -> None:
         for name in ("packed", "keys", "items", "scan"):
@@ -309,7 +310,12 @@ class HopperChoice:
     @property
     def tokens(self) -> int:
         """Query tokens a tile."""
-        return _HOPPER_ROWS // self.packed
+        return HOPPER_CONSUMER_ROWS // self.packed * self.consumers
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """A thread's, of the 64 Ki of an SM: at the launch, of a consumer, and of a producer."""
+        return (168, 232, 40) if self.consumers == 2 else (128, 160, 32)
 
     def most_items(self, num_tokens: int, num_seqs: int, num_kv_heads: int) -> int:
         """Items of the longest work list, however the tokens are shared out."""
@@ -355,11 +361,13 @@ def refuse_hopper(
 @lru_cache(maxsize=1024)
 def choose_hopper(num_seqs: int, max_query_len: int, group: int, head_dim: int, hardware: Hardware) -> HopperChoice:
     """The choice for sequences of at most `max_query_len` query tokens, of `group` query heads a KV head each."""
+    # Heads of 64 leave the registers for a third consumer: more softmaxes beside the matrix instructions.
+    consumers = 3 if head_dim == 64 and max_query_len * group >= _HOPPER_MANY_ROWS else 2
     packed, fewest = 1, 0
     width = 1
     while width <= _HOPPER_MAX_PACKED:
         # Tiles of the longest sequence; wider boxes read K and V for more heads at once.
-        tiles = -(-max_query_len * width // _HOPPER_ROWS) * -(-group // width)
+        tiles = -(-max_query_len * width // (HOPPER_CONSUMER_ROWS * consumers)) * -(-group // width)
         if fewest == 0 or tiles <= fewest:
             packed, fewest = width, tiles
         if width >= group:
@@ -367,24 +375,25 @@ def choose_hopper(num_seqs: int, max_query_len: int, group: int, head_dim: int, 
         width *= 2
     scan = min(max(16, triton.next_power_of_2(num_seqs + 1)), _HOPPER_MAX_SCAN)
     return HopperChoice(
+        consumers=consumers,
         packed=packed,
         keys=_HOPPER_KEYS,
         stages=2 if head_dim == 128 else 3,
         span=_HOPPER_L2_BYTES // (2 * _HOPPER_KEYS * head_dim * 2),
         items=_HOPPER_COMPARISONS // scan,
         scan=scan,
-        use_pdl=True,
     )
 
 
 def most_work_words(max_tokens: int, max_seqs: int, group: int, num_kv_heads: int) -> int:
     """int32 words that hold the work list of any batch of so many tokens and sequences."""
     packed = min(triton.next_power_of_2(group), _HOPPER_MAX_PACKED)
-    tokens = _HOPPER_ROWS // packed
+    tokens = 2 * HOPPER_CONSUMER_ROWS // packed  # of the smallest tiles
     return 8 + 8 * (max_tokens // tokens + max_seqs + 1) * num_kv_heads + max_seqs
 
 
 __all__ = [
+    "HOPPER_CONSUMER_ROWS",
     "HOPPER_TRITONS",
     "INTERPRETER",
     "INVARIANT_SPLIT_TOKENS",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,14 @@ import torch
 import triton
 
 from triton_kv.batch import Batch, stride_token
-from triton_kv.choices import PORTABLE_ROWS, Hardware, HopperChoice, choose_hopper, refuse_hopper
+from triton_kv.choices import (
+    HOPPER_CONSUMER_ROWS,
+    PORTABLE_ROWS,
+    Hardware,
+    HopperChoice,
+    choose_hopper,
+    refuse_hopper,
+)
 from triton_kv.decode import decodes
 from triton_kv.kernels.prefill_work import CHECKERS, work_kernel
 from triton_kv.launch import Launch
@@ -33,7 +40,6 @@ TRITON_VERSION = (_major, _minor)
 PREFILL_KERNELS = ("portable", "hopper")
 _LOG2_E = 1.4426950408889634
 _CHANNELS = 64  # 16-bit channels a box: the 128 bytes that shared memory is swizzled over
-_CONSUMER_ROWS = 64
 _MAX_STRIDE_BYTES = 1 << 40  # of a copy engine's descriptor
 _MAX_ROWS = 1 << 29  # that a kernel counts without overflow, and can tell from rows below zero
 _LEAST_SCALE = 2.0**-30  # hidden scores must stay far below any other after scaling
@@ -132,9 +138,9 @@ def takes_list(operands: LayerOperands, batch: Batch, group: int, window: int, h
 def prepare_work_launch(
     operands: LayerOperands, batch: Batch, group: int, work: torch.Tensor, *, num_tokens: int, hardware: Hardware
 ) -> Launch:
-    """The launch that lists a step's work for every causal layer. What follows waits for it, whatever it is."""
+    """The launch that lists a step's work for every causal layer."""
     choice = choose_hopper(batch.num_seqs, batch.max_query_len, group, operands.head_dim, hardware)
-    return work_launch(operands, batch, True, replace(choice, use_pdl=False), work, num_tokens=num_tokens)
+    return work_launch(operands, batch, True, choice, work, num_tokens=num_tokens)
 
 
 def work_launch(
@@ -175,7 +181,6 @@ def work_launch(
             "ITEMS": choice.items,
             "SCAN": choice.scan,
             "ENTRIES": _ENTRIES,
-            "USE_PDL": choice.use_pdl,
         },
         num_warps=1,
         num_stages=1,
@@ -200,6 +205,7 @@ def attention_launch(
     num_tokens, num_query_heads, head_dim = q.shape
     group = num_query_heads // operands.num_kv_heads
     num_items = choice.most_items(num_tokens, batch.num_seqs, operands.num_kv_heads) * -(-group // choice.packed)
+    max_registers, consumer_registers, producer_registers = choice.registers
     steps = _row_steps(operands)
     k_desc, v_desc = (_pages(cache, choice, steps) for cache in operands.views())
     return Launch(
@@ -233,15 +239,13 @@ def attention_launch(
             "PACKED": choice.packed,
             "KEYS": choice.keys,
             "STAGES": choice.stages,
-            # Of the 64 Ki of an SM: two consumers of 128 threads, and a warpgroup that the two producers fill up.
-            "CONSUMER_REGISTERS": 232,
-            "PRODUCER_REGISTERS": 40,
-            "USE_PDL": choice.use_pdl,
+            "CONSUMERS": choice.consumers,
+            "CONSUMER_REGISTERS": consumer_registers,
+            "PRODUCER_REGISTERS": producer_registers,
         },
         num_warps=4,
         num_stages=1,
-        launch_pdl=choice.use_pdl,
-        max_registers=168,
+        max_registers=max_registers,
     )
 
 
@@ -251,7 +255,7 @@ def _rows(tensor: torch.Tensor, choice: HopperChoice) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     strides = [stride_token(tensor), tensor.stride(1), 1]
-    box = [_CONSUMER_ROWS // choice.packed, choice.packed, _CHANNELS]
+    box = [HOPPER_CONSUMER_ROWS // choice.packed, choice.packed, _CHANNELS]
     return TensorDescriptor(tensor, list(tensor.shape), strides, box, NVMMASharedLayout(128, 16, 3))
 
 

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,16 +56,3 @@ def test_the_work_list_compiles_without_spills(job):
     compiled = job.compile()
     assert_fits(compiled)
     assert compiled.resources["REG"] <= 96
-
-
-def test_a_plans_work_list_compiles():
-    """The same kernel without the early start of what follows."""
-
-    def build():
-        work = hopper_pair(*HOPPER_VARIANTS[0], SM_90.hardware)[0]
-        return replace(work, arguments={**work.arguments, "USE_PDL": False})
-
-    compiled = Job("planned", SM_90, build).compile()
-    assert_fits(compiled)
-    assert "griddepcontrol" not in compiled.kernel.asm["ptx"]
-    assert "griddepcontrol.launch_dependents" in next(iter(jobs(0))).values[0].compile().kernel.asm["ptx"]

@@ -12,7 +12,15 @@ from tests.attention_cases import BF16, F16, F32, SHAPES, AttentionShape, shape_
 from tests.prefill_cases import HOPPER_VARIANTS, hopper_pair
 from triton_kv import attention, compilation, prefill_hopper
 from triton_kv.batch import Batch
-from triton_kv.choices import HOPPER_TRITONS, Hardware, HopperChoice, choose_hopper, most_work_words, refuse_hopper
+from triton_kv.choices import (
+    HOPPER_CONSUMER_ROWS,
+    HOPPER_TRITONS,
+    Hardware,
+    HopperChoice,
+    choose_hopper,
+    most_work_words,
+    refuse_hopper,
+)
 from triton_kv.prefill import prefill_launches
 from triton_kv.prefill_hopper import use_prefill_kernel
 from triton_kv.scoring import Scoring
@@ -163,17 +171,18 @@ def test_heads_packed_into_a_tile(query_len, group, packed):
 def test_choices_within_the_hardware(num_seqs, query_len, group):
     for head_dim in (64, 128):
         choice = choose_hopper(num_seqs, query_len, group, head_dim, H200)
-        assert choice.tokens * choice.packed == 128
+        rows = HOPPER_CONSUMER_ROWS * choice.consumers
+        assert choice.tokens * choice.packed == rows
         assert choice.packed < 2 * group
         ring = 2 * choice.stages * choice.keys * head_dim * 2
-        rows_bytes = (2 + 1) * 128 * head_dim * 2  # queries twice, results once
+        rows_bytes = (2 + 1) * rows * head_dim * 2  # queries twice, results once
         assert ring + rows_bytes < MAX_SMEM_BYTES
         assert choice.span * 2 * choice.keys * head_dim * 2 <= 50_000_000
 
 
 @pytest.mark.parametrize("field", ["packed", "keys", "items", "scan"])
 def test_choices_say_what_is_wrong(field):
-    choice = HopperChoice(packed=4, keys=128, stages=2, span=9, items=32, scan=16, use_pdl=True)
+    choice = HopperChoice(consumers=2, packed=4, keys=128, stages=2, span=9, items=32, scan=16)
     with pytest.raises(ValueError, match=f"{field} must be a power of two, got 12"):
         replace(choice, **{field: 12})
 

@@ -1,7 +1,5 @@
 """A plan's work list of the Hopper prefill kernel: the one that a call would make, at an address that stays."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -44,7 +42,7 @@ def test_the_list_is_that_of_a_call(case):
     choice = choose_hopper(batch.num_seqs, batch.max_query_len, case.group, case.head_dim, H200)
     sizes = (case.num_tokens, batch.num_seqs, case.num_kv_heads)
     own = torch.zeros(choice.work_words(*sizes), dtype=torch.int32)
-    work_launch(operands, batch, True, replace(choice, use_pdl=False), own, num_tokens=case.num_tokens).run()
+    work_launch(operands, batch, True, choice, own, num_tokens=case.num_tokens).run()
     errors = int(tensors.layer.control[1])
     owner = make_plan(tensors)
     owner.prepare(tensors.metadata)

@@ -29,9 +29,9 @@ CASES = (
     varlen("many", *((i % 7 * 5, 5 + i * 7 % 90) for i in range(18)), **HEADS),
 )
 CHOICES = {
-    "one_span": HopperChoice(8, 32, 2, span=100_000, items=8, scan=16, use_pdl=False),
-    "small_spans": HopperChoice(8, 32, 2, span=4, items=2, scan=64, use_pdl=False),
-    "wide_tiles": HopperChoice(2, 64, 2, span=7, items=32, scan=16, use_pdl=False),
+    "one_span": HopperChoice(2, 8, 32, 2, span=100_000, items=8, scan=16),
+    "small_spans": HopperChoice(2, 8, 32, 2, span=4, items=2, scan=64),
+    "wide_tiles": HopperChoice(3, 2, 64, 2, span=7, items=32, scan=16),
 }
 
 
