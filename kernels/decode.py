@@ -512,9 +512,7 @@ def join_kernel(
     # Under the decode kernel this runs early: it reads only what that kernel waited for.
     if BY_SEQUENCE:
         seq = place
-        per_chunk, seq_first = _find_sequence(
-            seq_lens_ptr, seq, num_seqs, NUM_CHUNKS, UNIT, SPAN, SCAN, ONE_SCAN
-        )
+        per_chunk, seq_first = _find_sequence(seq_lens_ptr, seq, num_seqs, NUM_CHUNKS, UNIT, SPAN, SCAN, ONE_SCAN)
         num_units = _num_units(tl.load(seq_lens_ptr + seq), UNIT, SPAN)
         if SPLIT == 0:
             first_chunk = seq_first // per_chunk

@@ -63,6 +63,14 @@ def _instruct(instruction: gl.constexpr):
 
 
 @gluon.jit
+def _prefetch(ptr):
+    """Brings a line into the L1, so that a later load of it need not go to the L2."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [ptr.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def _wait_turn(which: gl.constexpr):
     """Consumer `which` waits until the one before has issued its matrix instructions (named barriers from 12 on)."""
     if which == 0:
@@ -178,6 +186,7 @@ def _produce(
     for turn in range(turns):
         item = _item_of(turn)
         item_ptr = items_ptr + item // PARTS * ITEM_WORDS
+        _prefetch(items_ptr + _item_of(gl.minimum(turn + 1, turns - 1)) // PARTS * ITEM_WORDS)
         first_token = gl.load(item_ptr + FIRST_TOKEN)
         num_tokens = gl.load(item_ptr + NUM_TOKENS)
         position = gl.load(item_ptr + POSITION)
@@ -391,11 +400,8 @@ def _consume(
         # The first item's first scores have nothing to run beside.
         item = _item_of(0)
         item_ptr = items_ptr + item // PARTS * ITEM_WORDS
-        first_token = gl.load(item_ptr + FIRST_TOKEN)
-        num_tokens = gl.load(item_ptr + NUM_TOKENS)
         position = gl.load(item_ptr + POSITION)
         length = gl.load(item_ptr + SEQ_LEN)
-        head = gl.load(item_ptr + KV_HEAD) * GROUP + item % PARTS * PACKED
         n = gl.load(item_ptr + KEY_TILES)
         suspect = gl.load(suspects_ptr + gl.load(item_ptr + SEQ))
         last_key = row_token + position if IS_CAUSAL else row_token * 0 + (length - 1)
@@ -435,6 +441,7 @@ def _consume(
         for turn in range(turns):
             slot = turn % 2 * CONSUMERS + which
             q = q_tiles.index(slot)
+            _prefetch(items_ptr + _item_of(gl.minimum(turn + 1, turns - 1)) // PARTS * ITEM_WORDS)
             # Tiles after the first in which some row must not see some key.
             num_masked = n - 1 if suspect != 0 else 0
             if IS_CAUSAL:
@@ -489,10 +496,10 @@ def _consume(
             mbarrier.arrive(q_free.index(slot), count=1)
 
             # The item's last values, beside the first scores and softmax of the next item.
-            out_token = first_token + which * TOKENS
-            out_tokens = num_tokens - which * TOKENS
-            out_head = head
+            out_token = gl.load(item_ptr + FIRST_TOKEN) + which * TOKENS
+            out_tokens = gl.load(item_ptr + NUM_TOKENS) - which * TOKENS
             out_part = item % PARTS
+            out_head = gl.load(item_ptr + KV_HEAD) * GROUP + out_part * PACKED
             seen = highest > HIDDEN  # else the row saw no key
             out_factor = gl.where(seen, 1.0 / exp_sum, 0.0)
             if lse_ptr is not None:
@@ -504,11 +511,8 @@ def _consume(
             if turn + 1 < turns:
                 item = _item_of(turn + 1)
                 item_ptr = items_ptr + item // PARTS * ITEM_WORDS
-                first_token = gl.load(item_ptr + FIRST_TOKEN)
-                num_tokens = gl.load(item_ptr + NUM_TOKENS)
                 position = gl.load(item_ptr + POSITION)
                 length = gl.load(item_ptr + SEQ_LEN)
-                head = gl.load(item_ptr + KV_HEAD) * GROUP + item % PARTS * PACKED
                 n = gl.load(item_ptr + KEY_TILES)
                 suspect = gl.load(suspects_ptr + gl.load(item_ptr + SEQ))
                 last_key = row_token + position if IS_CAUSAL else row_token * 0 + (length - 1)

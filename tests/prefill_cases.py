@@ -27,6 +27,7 @@ HOPPER_VARIANTS = (
     (AttentionShape(8, 1, 128, 128, 256, BF16), 4, 2048, True),
     (AttentionShape(4, 7, 128, 128, 16, BF16, has_lse=True), 16, 1024, True),
     (AttentionShape(4, 7, 64, 64, 64, BF16), 16, 20, True),
+    (AttentionShape(8, 4, 64, 64, 16, BF16, has_lse=True), 16, 1024, True),
 )
 
 

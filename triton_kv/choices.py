@@ -87,6 +87,7 @@ class DecodeChoice:
     join_parts: int  # partials that the joining program reads at a time
     join_channels: int  # of V that it joins
     join_warps: int
+    join_by_sequence: bool  # a joining program a sequence, not one a chunk; always right, and needed with splits
     use_pdl: bool
     max_registers: int | None = None
 
@@ -131,9 +132,9 @@ def choose_decode(
 
     Measured on an H200 (`python -m bench tune`) for 16-bit types, head_dim 128: 64-token tiles, 4 warps, two programs
     an SM with two tiles of 32 KiB in flight each; from 64 sequences of several KV heads on 32-token tiles, 2 warps,
-    four programs (better balanced, more partials). The grid is a whole number of resident programs an SM, rounded down. Elsewhere tiles
-    shrink until as many programs fit into shared memory. With `batch_invariant` what shapes the arithmetic does not
-    depend on `num_seqs`.
+    four programs (better balanced, more partials). The grid is a whole number of resident programs an SM, rounded
+    down. Elsewhere tiles shrink until as many programs fit into shared memory. With `batch_invariant` what shapes the
+    arithmetic does not depend on `num_seqs`.
     """
     lanes = max(lanes_of(head_dim), lanes_of(v_head_dim))
     # 64 rows of a wide instruction of sm_100 would fill the registers.
@@ -185,6 +186,7 @@ def choose_decode(
         join_parts=join_parts,
         join_channels=join_channels,
         join_warps=join_warps,
+        join_by_sequence=batch_invariant or num_seqs <= num_chunks,
         use_pdl=hardware.has_pdl,
         max_registers=max_registers,
     )

@@ -130,12 +130,13 @@ class _Calls:
         operands, hardware = self.operands, hardware_of(self.operands.device)
         group = self.num_query_heads // operands.num_kv_heads
         representative: dict[object, Batch] = {}
-        # From 128 on every portable choice is the same, and from 128 * group on every one of the Hopper kernel.
-        packings = {
-            choose_hopper(1, n, group, operands.head_dim, hardware).packed: n
-            for n in range(1, min(max_tokens, 128 * group + 1) + 1)
+        # From 128 on every portable choice is the same; beyond 128 * group those of the Hopper kernel change rarely.
+        long = (1 << bits for bits in range(max_tokens.bit_length()))
+        tilings = {
+            choose_hopper(1, n, group, operands.head_dim, hardware): n
+            for n in (*range(1, min(max_tokens, 128 * group + 1) + 1), *long, max_tokens)
         }
-        query_lens = {*range(1, min(max_tokens, 128) + 1), *packings.values(), max_tokens}
+        query_lens = {*range(1, min(max_tokens, 128) + 1), *tilings.values()}
         edges = (1, 15, 16, 31, 32, 63, 64, 127, 255, 256, 1023, 1024)
         for num_seqs in {*(n for n in edges if n <= max_seqs), max_seqs}:
             for query_len in query_lens:

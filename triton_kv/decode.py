@@ -141,7 +141,7 @@ def decode_launches(
         launch_pdl=choice.use_pdl,
         max_registers=choice.max_registers,
     )
-    by_sequence = bool(choice.split_tokens) or batch.num_seqs <= choice.num_chunks
+    by_sequence = choice.join_by_sequence
     places = batch.num_seqs if by_sequence else choice.num_chunks
     join = Launch(
         kernel=join_kernel,

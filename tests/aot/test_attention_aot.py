@@ -6,13 +6,16 @@ half an hour on two cores.
 """
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.aot.compiling import SM_90, TARGETS, Job, Target, assert_fits
-from tests.attention_cases import SHAPES, shape_launches
+from tests.attention_cases import SHAPES, AttentionShape, shape_launches
 from triton_kv.launch import Launch
 
 EVERYTHING = os.environ.get("AOT") == "all"
@@ -64,3 +67,17 @@ def test_attention(job):
     launch = job.build()
     if launch.kernel.__name__ != "join_kernel" and launch.arguments["out_ptr"].element_size() == 2:
         assert compiled.matrix_instructions > 0
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("num_seqs", [1, 64])
+def test_one_kv_head_is_read_like_eight(num_seqs):
+    """In pieces of 16 bytes, past the registers: the compiler has to know what V's offset is a multiple of."""
+
+    def copies(num_kv_heads: int) -> int:
+        shape = AttentionShape(num_kv_heads, 8, 128, 128, 16, torch.bfloat16)
+        launch = shape_launches(shape, SM_90.hardware, every=False)[f"decode-{num_seqs}"]
+        launch = replace(launch, arguments={**launch.arguments, "TILE": 32}, num_warps=2)
+        return len(re.findall(r"cp\.async\.cg\.shared\.global .*0x10", Job("", SM_90, lambda: launch).compile().text))
+
+    assert copies(1) == copies(8) > 0

@@ -164,7 +164,7 @@ def test_prefill_rows_follow_the_longest_query(hardware):
 
 def test_choices_say_what_is_wrong():
     fields = {"rows": 16, "num_warps": 4, "num_stages": 3, "num_chunks": 1, "scan": 16, "one_scan": True}
-    fields |= {"join_warps": 1, "join_channels": 128, "split_tokens": 0}
+    fields |= {"join_warps": 1, "join_channels": 128, "split_tokens": 0, "join_by_sequence": True}
     with pytest.raises(ValueError, match="tile must be a power of two, got 48"):
         DecodeChoice(tile=48, join_parts=16, use_pdl=False, **fields)
     with pytest.raises(ValueError, match="tile 8 and rows 16 must be at least 16"):

@@ -145,8 +145,8 @@ def test_launches_hold_exactly_the_parameters(variant):
     work, launch = hopper_pair(*variant, H200)
     assert launch.arguments["work_ptr"] is work.arguments["work_ptr"]
     assert launch.grid <= (132,)
-    assert launch.launch_pdl
-    assert not work.launch_pdl  # it lets the next kernel start early, and itself waits for the one before
+    assert not launch.launch_pdl  # started early it is slower, by 3% of a prompt of 8k
+    assert not work.launch_pdl
 
 
 @pytest.mark.parametrize(
