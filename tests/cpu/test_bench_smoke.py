@@ -17,11 +17,32 @@ def test_smoke(name, tmp_path):
     assert [case["id"] for case in record["cases"]] == [case.id for case in load_suite(name).smoke_cases]
     for case in record["cases"]:
         assert case["ok"], f"{case['id']}: {case.get('error')}"
-        planned = case["peers"].get("ours-planned")
-        assert (planned is not None) == (name in ("prefill", "mixed"))
-        assert planned is None or (planned["ok"] and planned["aside"])
+        for way in (peer for other, peer in case["peers"].items() if other.startswith("ours-")):
+            assert way["ok"], way
+            assert way["aside"]
+        if name in ("decode", "prefill", "mixed", "ratios"):
+            assert case["ours"]["error_norm"] < 1e-5
+            assert case["ours"]["torch_error_norm"] < 1e-5
+        if name == "ratios":
+            assert case["ratio"] > 0
+            assert case["compared"]
     assert problems_of(record) == []
     assert record["env"]["command"] == "python -m bench run --smoke"
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "ways"),
+    [
+        pytest.param("decode", "B1-L8k", ("planned",), id="decode"),
+        pytest.param("prefill", "16x1k", ("planned",), id="prefill"),
+        pytest.param("prefill", "1x8k", ("planned", "portable"), id="portable"),
+        pytest.param("prefill", "4x2k-ctx14k-b64", ("planned", "portable"), id="portable-in-large-blocks"),
+        pytest.param("mixed", "64x4-at-4k", ("planned",), id="mixed"),
+    ],
+)
+def test_other_ways_to_call_ours(name, case, ways):
+    (found,) = (each for each in load_suite(name).cases if each.id == f"{name}/{case}")
+    assert found.ways == ways
 
 
 def test_all_suites_by_the_command_line(tmp_path, capsys):
@@ -55,6 +76,7 @@ def test_list_names_every_suite(capsys):
 
 REQUIRED_IDS = {
     "decode": "B1-L8k B1-L8k-warm B1-L128k B8-L32k B16-L4k B64-L8k B256-L1k ragged256 skew",
+    "ratios": "captured-short-B1-L128k captured-short-B8-L128k 4-tokens-B1-L64k invariant-B8-L32k invariant-B64-L8k",
     "prefill": "1x8k 1x32k 16x1k 4x2k-ctx14k 64x128-ctx4k 64x32-ctx4k 64x16-ctx4k 1x8k-d64",
 }
 
