@@ -33,12 +33,12 @@ def row_of(case: dict[str, Any]) -> tuple[str, ...]:
 
 def ratio_row_of(case: dict[str, Any]) -> tuple[str, ...]:
     """The cells of a case that compares ours with ours: both times, their ratio and the most it should be."""
-    noise, goal, peer = case["ours"].get("noise"), case["goal"], case["peers"][case["against"]]
+    noise, goal, field = case["ours"].get("noise"), case["goal"], case["ratio_of"]
     return (
-        case["id"],
-        duration(case["ours"]["median_us"]),
+        case["id"] + ("" if field == "median_us" else f", {field.removesuffix('_us')}"),
+        duration(case["ours"][field]),
         case["against"],
-        duration(peer["median_us"]),
+        duration(case["peers"][case["against"]][field]),
         f"{case['ratio']:.3f}",
         f"{goal:.2f}" if goal is not None else "-",
         f"{noise:.1%}" if noise is not None else "-",

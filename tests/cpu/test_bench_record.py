@@ -255,6 +255,13 @@ def test_a_ratio_is_shown_with_its_goal(tmp_path, ours, goal, cells, text):
     assert problems_of(record) == []
 
 
+def test_a_ratio_of_other_times_names_them():
+    case = decode_case(512, 90.0, 99.0)
+    case["ours"]["p99_us"], case["peers"]["fa3"]["p99_us"] = 130.0, 100.0
+    put_ratio(case, "fa3", 1.2, "p99_us")
+    assert "| decode/B16-L512, p99 | 130.0 | fa3 | 100.0 | **1.300** | 1.20 | 0.4% |" in standing([make_record([case])])
+
+
 def test_a_ratio_needs_both_times():
     case = decode_case(512, 90.0, 99.0)
     put_ratio(case, "flashinfer", 1.0)
