@@ -91,8 +91,9 @@ SUITE = Suite(
     cases=NAMED + CONTEXT_SWEEP + HEADS + HEAD_DIMS + BLOCKS_AND_LAYOUTS,
     smoke_cases=SMOKE,
     run=run,
-    case_s=3.5,
-    setup_s=110.0,
+    case_s=0.75,
+    quick_case_s=0.8,
+    setup_s=35.0,
     modules=modules_for,
     warm=warm_case,
 )

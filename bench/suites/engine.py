@@ -156,5 +156,6 @@ SUITE = Suite(
     smoke_cases=(EngineCase("engine/tiny-B2", 2, 20, 5, 2, 32, 4, 2, 97, capacity=64),),
     run=run,
     case_s=15.0,
+    quick_case_s=14.0,
     setup_s=2.0,
 )

@@ -56,8 +56,9 @@ SUITE = Suite(
     cases=CASES,
     smoke_cases=SMOKE,
     run=run,
-    case_s=5.0,
-    setup_s=100.0,
+    case_s=4.0,
+    quick_case_s=3.5,
+    setup_s=25.0,
     modules=modules_for,
     warm=warm_case,
 )

@@ -64,8 +64,9 @@ SUITE = Suite(
     cases=NAMED + MORE,
     smoke_cases=SMOKE,
     run=run,
-    case_s=6.5,
-    setup_s=120.0,
+    case_s=6.2,
+    quick_case_s=3.6,
+    setup_s=25.0,
     modules=modules_for,
     warm=warm_case,
 )

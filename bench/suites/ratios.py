@@ -219,6 +219,7 @@ SUITE = Suite(
     smoke_cases=SMOKE,
     run=run,
     case_s=1.0,
+    quick_case_s=1.0,
     setup_s=25.0,
     warm=warm,
 )

@@ -211,6 +211,25 @@ def test_plots(tmp_path, record, kind):
             assert words in text
 
 
+def engine_record(quick, stages, ok=True):
+    case = decode_case(512, 100.0, 90.0, ok)
+    shown = [{"name": name, "seconds": 0.1, "free_bytes": 1 << 30, "mapped_bytes": 1 << 30} for name in stages]
+    case |= {"id": "engine/135m", "ours": {**times(100.0), "stages": shown}}
+    record = make_record([case])
+    return {**record, "suite": "engine", "env": {**record["env"], "quick": quick}}
+
+
+@pytest.mark.parametrize("full_first", [pytest.param(True, id="full-first"), pytest.param(False, id="quick-first")])
+def test_the_picture_of_a_suite_is_of_its_full_record(tmp_path, full_first):
+    records = [engine_record(False, ["reserve", "capture"]), engine_record(True, ["reserve", "extend"])]
+    (path,) = save_plots(records if full_first else records[::-1], tmp_path)
+    assert path.name == "engine-startup.svg"
+    assert "capture" in path.read_text()
+    assert "extend" not in path.read_text().replace("extended", "")
+    (path,) = save_plots([engine_record(True, ["reserve", "extend"])], tmp_path)
+    assert "capture" not in path.read_text().replace("after capture", "")
+
+
 def test_standing_is_put_between_the_markers(tmp_path, record):
     page = tmp_path / "README.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")

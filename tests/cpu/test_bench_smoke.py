@@ -1,9 +1,12 @@
 """Every suite runs on a CPU with tiny cases and writes a record that keeps the schema."""
 
+from pathlib import Path
+
 import pytest
 
-from bench.__main__ import main
-from bench.record import problems_of, read_record
+import bench.run
+from bench.__main__ import QUICK_PREPARE_S, main
+from bench.record import is_test_record, problems_of, read_record
 from bench.run import RunOptions, run
 from bench.suites import NAMES, load_suite
 
@@ -91,9 +94,36 @@ def test_cases_are_well_named(name):
     assert suite.selected(quick=True)
 
 
-def test_time_budget():
-    assert RunOptions(suites=("decode",)).seconds() < 360
-    assert RunOptions(suites=("prefill", "mixed")).seconds() < 360
-    assert RunOptions(suites=("vmm", "zero", "write", "host", "engine")).seconds() < 360
-    assert RunOptions(suites=("states",)).seconds() < 360
-    assert RunOptions(suites=("shrink", "sleep")).seconds() < 360
+@pytest.mark.parametrize(
+    ("suites", "quick", "seconds"),
+    [
+        pytest.param(("vmm", "zero"), False, 100, id="memory"),
+        pytest.param(("states", "shrink", "sleep"), False, 120, id="states"),
+        pytest.param(("decode", "ratios"), False, 120, id="decode"),
+        pytest.param(("prefill", "mixed"), False, 180, id="prefill"),
+        pytest.param(("write", "host", "engine"), False, 120, id="engine"),
+        pytest.param(("sizing",), False, 240, id="sizing"),
+        pytest.param((), True, 180, id="quick"),
+        pytest.param((), False, 1500, id="all"),
+    ],
+)
+def test_time_budget(suites, quick, seconds):
+    options = RunOptions(suites=suites, quick=quick)
+    assert options.seconds() < seconds
+
+
+def test_a_quick_run_that_uses_up_its_preparation_is_in_time():
+    chosen = RunOptions(quick=True).selected()
+    assert QUICK_PREPARE_S + sum(suite.seconds_of(cases, quick=True) for suite, cases in chosen) < 180
+
+
+RECORDS = sorted((Path(bench.run.RESULTS) / "h200").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", [path for path in RECORDS if not is_test_record(path)], ids=lambda path: path.stem)
+def test_estimates_are_those_of_the_records(path):
+    """What the cases of a record took is at most a fifth above the suite's estimate for as many."""
+    record = read_record(path)
+    suite = load_suite(record["suite"])
+    took = [case["seconds"] for case in record["cases"]]
+    assert sum(took) <= 1.2 * suite.seconds_of(took, quick=record["env"]["quick"]) + 1
