@@ -85,7 +85,7 @@ WAYS = {"planned": ours_planned, "portable": ours_portable}
 def run_case(session: Session, case: AttentionCase, effort: Effort) -> dict[str, Any]:
     """Measures one attention case against its peers."""
     floor = floor_us(session.rooflines, bytes_read=case.bytes_moved, flops=case.flops)
-    families = ("fa3", "flashinfer", "vllm", *case.extra_peers)
+    families = ("fa3", "flashinfer", "vllm", "sglang", *case.extra_peers)
     with AttentionInputs(session, case) as inputs:
         ways = [WAYS[way](inputs) for way in case.ways]
         peers = peer_candidates(session, families, lambda module: module.attention(inputs))

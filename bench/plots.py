@@ -22,6 +22,7 @@ COLOURS = {
     "fa3": "#1d4ed8",
     "flashinfer": "#15803d",
     "vllm": "#7c3aed",
+    "sglang": "#be185d",
     "sdpa": "#0e7490",
     "flex": "#a16207",
     "memset": "#1d4ed8",
