@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 BEGIN, END = "<!-- standing: begin -->", "<!-- standing: end -->"
 HEADER = ("case", "ours µs", "best peer", "peer µs", "peer / ours", "floor / ours", "noise")
 RATIO_HEADER = ("case", "ours µs", "against", "its µs", "ours / its", "goal", "noise")
-WAYS_HEADER = ("another way to call ours", "µs", "ours / it", "best peer", "peer / it")
+WAYS_HEADER = ("another way to call ours", "µs", "ours / it", "FA3 / it", "best peer", "peer / it")
 
 
 def write_standing(records: Sequence[dict[str, Any]], path: Path) -> None:
@@ -47,7 +47,7 @@ def standing(records: Iterable[dict[str, Any]]) -> str:
         for ratios, header in ((False, HEADER), (True, RATIO_HEADER)):
             cases = [case for case in record["cases"] if ("ratio" in case) is ratios]
             lines += _table(header, "|---|---:|---|---:|---:|---:|---:|", [_cells(case) for case in cases])
-        lines += _table(WAYS_HEADER, "|---|---:|---:|---|---:|", _ways(record))
+        lines += _table(WAYS_HEADER, "|---|---:|---:|---:|---|---:|", _ways(record))
         lines += ["", f"Made by `{str(env.get('command')).partition(' --out')[0]}`."]
         sections.append("\n".join(lines))
     return "\n\n".join(sections)
@@ -70,6 +70,9 @@ def _ways(record: dict[str, Any]) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = []
     for case in record["cases"]:
         peer = best_peer(case) if case["ok"] else None
+        fa3 = min(
+            (p["median_us"] for name, p in case["peers"].items() if name[:3] == "fa3" and p.get("ok")), default=None
+        )
         for name, way in case["peers"].items():
             if not (name.startswith("ours-") and way.get("ok") and case["ok"]):
                 continue
@@ -78,6 +81,7 @@ def _ways(record: dict[str, Any]) -> list[Sequence[str]]:
                     f"{case['id']}, {name}",
                     duration(way["median_us"]),
                     f"{case['ours']['median_us'] / way['median_us']:.3f}",
+                    f"{fa3 / way['median_us']:.3f}" if fa3 else "-",
                     peer[0] if peer else "-",
                     f"{peer[1] / way['median_us']:.3f}" if peer and case.get("compared") else "not compared",
                 )

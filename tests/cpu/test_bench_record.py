@@ -292,7 +292,7 @@ def test_a_ratio_needs_both_times():
 def test_other_ways_to_call_ours_have_a_table_of_their_own(record):
     record["cases"][0]["peers"]["ours-portable"] = {**times(102.4), "aside": True}
     shown = standing([record])
-    assert "| decode/B16-L512, ours-portable | 102.4 | 0.500 | fa3 | 0.556 |" in shown
+    assert "| decode/B16-L512, ours-portable | 102.4 | 0.500 | 0.556 | fa3 | 0.556 |" in shown
     assert standing([make_record([decode_case(512, 1.0, 2.0)])]).count("another way") == 0
 
 
