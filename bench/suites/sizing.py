@@ -20,6 +20,7 @@ import triton_kv as tkv
 from bench.candidate import OURS
 from bench.case_result import case_result
 from bench.measure import describe, require_device
+from bench.random_weights import random_weights
 from bench.suite import Suite
 from bench.timing import Samples, host_samples
 
@@ -86,7 +87,9 @@ class Attempt:
 def run(session: Session, case: SizingCase) -> dict[str, Any]:
     """Measures one case. The samples are the start-up times of the attempts that worked."""
     config = _config(case)
-    weights = _random_weights(config, case.tied, torch.bfloat16 if session.on_gpu else torch.float32, session.device)
+    weights = random_weights(
+        config, torch.bfloat16 if session.on_gpu else torch.float32, session.device, tied=case.tied
+    )
     _settle(session, scrub_s=0.0)
     if session.on_gpu:  # what is compiled or loaded once belongs to nobody's start-up
         _attempt(session, case, config, weights, OURS, 0.5, [])
@@ -300,32 +303,6 @@ def _config(case: SizingCase) -> LlamaConfig:
         vocab_size=case.vocab_size,
         context_tokens=8192,
     )
-
-
-def _random_weights(config: LlamaConfig, tied: bool, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
-    """Made on the device itself: eight billion numbers would take the host a minute."""
-    from examples.engine.model import LayerWeights, LlamaWeights
-
-    generator = torch.Generator(device).manual_seed(0)
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator, device=device, dtype=dtype).mul_(columns**-0.5)
-
-    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_query_heads * config.head_dim
-    norm = torch.ones(hidden, device=device, dtype=dtype)
-    layers = tuple(
-        LayerWeights(
-            attention_norm=norm,
-            qkv=matrix(sum(config.qkv_sizes), hidden),
-            attention_out=matrix(hidden, heads),
-            mlp_norm=norm,
-            gate_up=matrix(2 * inner, hidden),
-            down=matrix(hidden, inner),
-        )
-        for _ in range(config.num_layers)
-    )
-    embedding = matrix(config.vocab_size, hidden)
-    return LlamaWeights(embedding, layers, norm, embedding if tied else matrix(config.vocab_size, hidden))
 
 
 SUITE = Suite(
