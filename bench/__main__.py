@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 OK, FAILED, USAGE = 0, 1, 2  # exit codes
+PREPARE_S, QUICK_PREPARE_S = 240.0, 45.0
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -33,7 +34,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     run.add_argument("--case", help="only ids that match this pattern, as in 'decode/B64*'")
     run.add_argument("--no-peers", action="store_true", help="measure ours alone")
     run.add_argument("--no-warm", action="store_true", help="do not compile kernels ahead in several processes")
-    run.add_argument("--prepare-limit", type=float, default=240.0, metavar="S", help="seconds for compiling and builds")
+    run.add_argument(
+        "--prepare-limit",
+        type=float,
+        metavar="S",
+        help=f"seconds for compiling and builds (default {PREPARE_S:.0f}, with --quick {QUICK_PREPARE_S:.0f})",
+    )
 
     compare = commands.add_parser("compare", help="two records of one suite")
     compare.add_argument("before")
@@ -80,7 +86,8 @@ def _list(asked: argparse.Namespace) -> int:
         quick = suite.selected(quick=True)
         print(
             f"{suite.name:8} {len(suite.cases):3} cases, about {suite.seconds():4.0f} s, of which "
-            f"{suite.setup_s:.0f} to prepare; --quick {len(quick)} cases: {suite.about}"
+            f"{suite.setup_s:.0f} to prepare; --quick {len(quick)} cases, {suite.seconds(quick=True):.0f} s: "
+            f"{suite.about}"
         )
         if asked.cases:
             for case in suite.cases:
@@ -108,7 +115,7 @@ def _run(asked: argparse.Namespace) -> int:
         warm=not asked.no_warm,
         case=asked.case,
         out=asked.out or (tempfile.mkdtemp(prefix="bench-smoke-") if asked.smoke else None),
-        prepare_s=asked.prepare_limit,
+        prepare_s=asked.prepare_limit or (QUICK_PREPARE_S if asked.quick else PREPARE_S),
         command=shlex.join(["python", "-m", "bench", *sys.argv[1:]]),
     )
     if not asked.smoke and not torch.cuda.is_available():

@@ -26,12 +26,17 @@ class AttentionCase:
     warm: bool = False  # one input set, so that what fits stays in the L2
     quick: bool = False
     extra_peers: tuple[str, ...] = ()  # slow to set up, so only where named: "sdpa", "flex"
+    ways: tuple[str, ...] = ()  # other ways to call ours, which stand aside: "planned", "portable"
+    window: int | None = None  # a query sees so many keys at most
+    shared_tokens: int = 0  # the first ones of all sequences, in the same blocks
 
     def __post_init__(self) -> None:
         if len(self.query_lens) != len(self.seq_lens):
             raise ValueError(f"{self.id}: {len(self.query_lens)} query lengths, {len(self.seq_lens)} lengths")
         if any(query > length for query, length in zip(self.query_lens, self.seq_lens)):
             raise ValueError(f"{self.id}: a sequence has more queries than tokens")
+        if self.shared_tokens % self.block_size or self.shared_tokens > min(self.seq_lens):
+            raise ValueError(f"{self.id}: {self.shared_tokens} shared tokens are no whole blocks of every sequence")
         if self.num_query_heads % self.num_kv_heads:
             raise ValueError(f"{self.id}: {self.num_query_heads} query heads over {self.num_kv_heads} KV heads")
 
@@ -58,12 +63,23 @@ class AttentionCase:
     @property
     def num_blocks(self) -> int:
         """Blocks of the batch, and block 0, which no sequence has."""
-        return sum(self.blocks_per_seq) + 1
+        return sum(self.blocks_per_seq) - (self.num_seqs - 1) * self.shared_blocks + 1
+
+    @property
+    def shared_blocks(self) -> int:
+        return self.shared_tokens // self.block_size
+
+    @property
+    def keys_read(self) -> tuple[int, ...]:
+        """Keys of each sequence that some query sees."""
+        reach = self.window or max(self.seq_lens)
+        return tuple(min(n, reach + q - 1) for q, n in zip(self.query_lens, self.seq_lens))
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the keys and values that one call has to read."""
-        return 2 * sum(self.seq_lens) * self.num_kv_heads * self.head_dim * self.torch_dtype.itemsize
+        keys = sum(self.keys_read) - (self.num_seqs - 1) * self.shared_tokens
+        return 2 * keys * self.num_kv_heads * self.head_dim * self.torch_dtype.itemsize
 
     @property
     def query_bytes(self) -> int:
@@ -78,6 +94,9 @@ class AttentionCase:
     def flops(self) -> int:
         """Multiplications and additions of QK and PV for the keys that each query sees under the causal mask."""
         pairs = sum(q * n - q * (q - 1) // 2 for q, n in zip(self.query_lens, self.seq_lens))
+        if self.window is not None:
+            seen = zip(self.query_lens, self.seq_lens)
+            pairs = sum(min(n - row, self.window) for q, n in seen for row in range(q))
         return 4 * pairs * self.num_query_heads * self.head_dim
 
     def parameters(self) -> dict[str, object]:
@@ -95,5 +114,7 @@ class AttentionCase:
             "layout": LAYOUTS[self.layout],
             "dtype": self.dtype,
             "warm": self.warm,
+            "window": self.window,
+            "shared_tokens": self.shared_tokens,
             "kv_bytes": self.kv_bytes,
         }

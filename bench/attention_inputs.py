@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import triton_kv as tkv
 from bench.attention_case import LAYOUTS
@@ -24,6 +25,7 @@ MAX_SETS = 128
 COMPUTE_BOUND = 200  # operations a byte from which the L2 cannot matter
 # The largest error of one row of one head, relative to its norm. A key left out of 8192 moves a row by 1%.
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1.5e-3, torch.float32: 1e-4}
+MOST_TORCH_ERRORS = 2.0  # in 16 bits: the error of ours over that of torch's own attention of the same rows
 
 
 class AttentionInputs:
@@ -40,7 +42,8 @@ class AttentionInputs:
             longest = 2 * case.block_size
             query_lens = tuple(min(n, longest) for n in case.query_lens) if case.is_decode else case.query_lens
             lengths = tuple(max(min(n, longest), q) for n, q in zip(case.seq_lens, query_lens))
-            case = replace(case, query_lens=query_lens, seq_lens=lengths)
+            shared = min(case.shared_tokens, case.block_size)
+            case = replace(case, query_lens=query_lens, seq_lens=lengths, shared_tokens=shared)
         self.case = case
         self.scale = 1.0 / math.sqrt(case.head_dim)
         self.sets = 1 if case.warm or short else 2
@@ -73,16 +76,18 @@ class AttentionInputs:
             self.cache.close()
             raise
         self._references: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        self._torch_errors: dict[int, float] = {}  # by input set
         self._chosen = self._choose_rows(random.Random(3))
 
     def _fill_tables(self, chooser: random.Random) -> None:
         case = self.case
         blocks = list(range(1, case.num_blocks))
         chooser.shuffle(blocks)
+        shared, own = blocks[: case.shared_blocks], blocks[case.shared_blocks :]
         starts = [0]
         for count in case.blocks_per_seq:
-            starts.append(starts[-1] + count)
-        self.block_rows = [blocks[begin:end] for begin, end in itertools.pairwise(starts)]
+            starts.append(starts[-1] + count - len(shared))
+        self.block_rows = [shared + own[begin:end] for begin, end in itertools.pairwise(starts)]
         table = torch.zeros(case.num_seqs, self.table_width, dtype=torch.int32)
         for row, ids in zip(table, self.block_rows):
             row[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
@@ -143,26 +148,77 @@ class AttentionInputs:
         }
 
     def reference(self, index: int) -> list[tuple[int, torch.Tensor]]:
-        """Token and its right output `[num_query_heads, head_dim]` in f32, for the chosen rows of one input set."""
+        """Token and its right output `[num_query_heads, head_dim]` in f64, for the chosen rows of one input set."""
         if index not in self._references:
-            self._references[index] = [
-                pair for sequence, rows in self._chosen.items() for pair in self._rows(index, sequence, rows)
-            ]
+            pairs: list[tuple[int, torch.Tensor]] = []
+            theirs = []
+            for sequence, rows in self._chosen.items():
+                k, v = self.dense(index, sequence)
+                pairs += self._rows(index, sequence, rows, k, v)
+                theirs += self._rows_of_torch(index, sequence, rows, k, v)
+            self._references[index] = pairs
+            self._torch_errors[index] = _error(torch.stack(theirs), torch.stack([row for _, row in pairs]))
         return self._references[index]
 
-    def _rows(self, index: int, sequence: int, rows: list[int]) -> list[tuple[int, torch.Tensor]]:
+    def _rows(
+        self, index: int, sequence: int, rows: list[int], k: torch.Tensor, v: torch.Tensor
+    ) -> list[tuple[int, torch.Tensor]]:
         case = self.case
-        k, v = (x.float() for x in self.dense(index, sequence))
         tokens = [self.query_starts[sequence] + row for row in rows]
         group = case.num_query_heads // case.num_kv_heads
-        q = self.q[index][tokens].float().view(len(rows), case.num_kv_heads, group, case.head_dim)
-        scores = torch.einsum("rhgd,lhd->rhgl", q, k) * self.scale
+        q = self.q[index][tokens].double().view(len(rows), case.num_kv_heads, group, case.head_dim)
+        scores = torch.einsum("rhgd,lhd->rhgl", q, k.double()) * self.scale
         length = case.seq_lens[sequence]
         last = torch.tensor([length - case.query_lens[sequence] + row for row in rows], device=self.device)
-        hidden = torch.arange(length, device=self.device) > last[:, None]
+        positions = torch.arange(length, device=self.device)
+        hidden = positions > last[:, None]
+        if case.window is not None:
+            hidden |= positions <= last[:, None] - case.window
         scores.masked_fill_(hidden[:, None, None, :], float("-inf"))
-        out = torch.einsum("rhgl,lhd->rhgd", scores.softmax(-1), v)
+        out = torch.einsum("rhgl,lhd->rhgd", scores.softmax(-1), v.double())
         return list(zip(tokens, out.reshape(len(rows), case.num_query_heads, case.head_dim)))
+
+    def _rows_of_torch(
+        self, index: int, sequence: int, rows: list[int], k: torch.Tensor, v: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """The same rows by `scaled_dot_product_attention` in the case's dtype, as its flash backend computes it.
+
+        Row by row over the keys that the row sees: a mask would lead torch to its math backend, which computes in f32.
+        """
+        case, found = self.case, []
+        for row in rows:
+            last = case.seq_lens[sequence] - case.query_lens[sequence] + row
+            first = 0 if case.window is None else max(0, last + 1 - case.window)
+            keys, values = (x[first : last + 1].transpose(0, 1)[None] for x in (k, v))
+            q = self.q[index][self.query_starts[sequence] + row][None, :, None]
+            with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+                out = torch.nn.functional.scaled_dot_product_attention(
+                    q, keys, values, scale=self.scale, enable_gqa=True
+                )
+            found.append(out[0, :, 0])
+        return found
+
+    def torch_error(self) -> float:
+        """The largest relative error of torch's own attention over the rows and input sets that were checked."""
+        if not self._torch_errors:
+            self.reference(0)
+        return max(self._torch_errors.values())
+
+    def judge(self, result: dict[str, Any]) -> None:
+        """Puts torch's error beside that of a result of ours, which fails if it is more than twice as large.
+
+        Not in f32, where both are a few units in the last place of numbers near one.
+        """
+        if not result.get("ok"):
+            return
+        theirs = self.torch_error()
+        result["torch_error_norm"] = float(f"{theirs:.3g}")
+        if self.dtype != torch.float32 and result["error_norm"] > MOST_TORCH_ERRORS * theirs:
+            result["ok"] = False
+            result["error"] = (
+                f"WrongResultError: relative error {result['error_norm']:.2e} of a row against float64, that of "
+                f"torch's own {self.case.dtype} attention is {theirs:.2e}: at most {MOST_TORCH_ERRORS:g} times allowed"
+            )
 
     def verify(self, output: Any, index: int) -> float:
         """The largest relative error of a checked row of one head. Raises `WrongResultError`.
@@ -178,8 +234,7 @@ class AttentionInputs:
             raise WrongResultError(f"{bad} of {output.shape[0]} rows are not finite, or were not written")
         tokens = [token for token, _ in self.reference(index)]
         right = torch.stack([row for _, row in self.reference(index)])
-        difference = (output[tokens].float() - right).norm(dim=-1) / right.norm(dim=-1)
-        error = float(difference.max())
+        error = _error(output[tokens], right)
         if not error <= TOLERANCE[self.dtype]:
             raise WrongResultError(f"relative error {error:.2e} of a row, at most {TOLERANCE[self.dtype]:.0e} allowed")
         return error
@@ -192,3 +247,9 @@ class AttentionInputs:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _error(output: torch.Tensor, right: torch.Tensor) -> float:
+    """The largest error of one row of one head, relative to its norm."""
+    difference = (output.double() - right).norm(dim=-1) / right.norm(dim=-1)
+    return float(difference.max())

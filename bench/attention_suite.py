@@ -11,13 +11,13 @@ from bench.case_result import case_result
 from bench.floor import floor_us
 from bench.measure import Effort, measure
 from bench.peers.registry import peer_candidates
+from triton_kv.prefill_hopper import use_prefill_kernel
 
 if TYPE_CHECKING:
     from bench.attention_case import AttentionCase
     from bench.session import Session
 
 REQUIRED_PEERS = ("fa3", "flashinfer")
-OURS_PLANNED = "ours-planned"
 
 
 def ours(inputs: AttentionInputs) -> Candidate:
@@ -25,10 +25,26 @@ def ours(inputs: AttentionInputs) -> Candidate:
 
     def run(index: int) -> Any:
         return tkv.paged_attention(
-            inputs.q[index], inputs.layers[index], inputs.metadata, scale=inputs.scale, out=inputs.out
+            inputs.q[index],
+            inputs.layers[index],
+            inputs.metadata,
+            scale=inputs.scale,
+            window=inputs.case.window,
+            out=inputs.out,
         )
 
     return Candidate(OURS, run, "paged_attention, planned inside the call")
+
+
+def ours_portable(inputs: AttentionInputs) -> Candidate:
+    """The same call on the portable prefill kernel, whichever would be chosen."""
+    plain = ours(inputs)
+
+    def run(index: int) -> Any:
+        with use_prefill_kernel("portable"):
+            return plain.run(index)
+
+    return Candidate("ours-portable", run, 'paged_attention under use_prefill_kernel("portable")')
 
 
 def ours_planned(inputs: AttentionInputs) -> Candidate:
@@ -43,27 +59,37 @@ def ours_planned(inputs: AttentionInputs) -> Candidate:
                 case.num_query_heads,
                 max_seqs=case.num_seqs,
                 max_query_len=max(case.query_lens),
-                max_tokens=case.num_tokens,
+                max_tokens=None if case.is_decode else case.num_tokens,
+                window=case.window,
             )
             plans.append(plan)
         plans[0].prepare(inputs.metadata)
 
     def run(index: int) -> Any:
         return tkv.paged_attention(
-            inputs.q[index], inputs.layers[index], inputs.metadata, plan=plans[0], scale=inputs.scale, out=inputs.out
+            inputs.q[index],
+            inputs.layers[index],
+            inputs.metadata,
+            plan=plans[0],
+            scale=inputs.scale,
+            window=case.window,
+            out=inputs.out,
         )
 
-    return Candidate(OURS_PLANNED, run, "paged_attention, AttentionPlan.prepare once a step, not timed", plan=prepare)
+    return Candidate("ours-planned", run, "paged_attention, AttentionPlan.prepare once a step, not timed", plan=prepare)
+
+
+WAYS = {"planned": ours_planned, "portable": ours_portable}
 
 
 def run_case(session: Session, case: AttentionCase, effort: Effort) -> dict[str, Any]:
     """Measures one attention case against its peers."""
     floor = floor_us(session.rooflines, bytes_read=case.bytes_moved, flops=case.flops)
-    families = ("fa3", "flashinfer", "vllm", *case.extra_peers)
+    families = ("fa3", "flashinfer", "vllm", "sglang", *case.extra_peers)
     with AttentionInputs(session, case) as inputs:
-        candidates = [ours(inputs), *peer_candidates(session, families, lambda module: module.attention(inputs))]
-        if not case.is_decode:
-            candidates.append(ours_planned(inputs))
+        ways = [WAYS[way](inputs) for way in case.ways]
+        peers = peer_candidates(session, families, lambda module: module.attention(inputs))
+        candidates = [ours(inputs), *peers, *ways]
         results = measure(
             session,
             case.id,
@@ -75,8 +101,10 @@ def run_case(session: Session, case: AttentionCase, effort: Effort) -> dict[str,
             poison=inputs.poison,
         )
         sets = inputs.sets
-    if OURS_PLANNED in results:
-        results[OURS_PLANNED]["aside"] = True
+        inputs.judge(results[OURS])
+        for way in ways:
+            results[way.name]["aside"] = True
+            inputs.judge(results[way.name])
     return case_result(
         case.id,
         results,
@@ -91,12 +119,11 @@ def run_case(session: Session, case: AttentionCase, effort: Effort) -> dict[str,
 def warm_case(session: Session, case: AttentionCase) -> None:
     """Runs the Triton candidates once on short sequences of the same geometry: their kernels are compiled then."""
     with AttentionInputs(session, case, short=True) as inputs:
-        candidates = [ours(inputs), *peer_candidates(session, ("vllm",), lambda module: module.attention(inputs))]
-        if not case.is_decode:
-            candidates.append(ours_planned(inputs))
+        peers = peer_candidates(session, ("vllm",), lambda module: module.attention(inputs))
+        candidates = [ours(inputs), *peers, *(WAYS[way](inputs) for way in case.ways)]
         for candidate in candidates:
             try:
-                if candidate.name == OURS_PLANNED and candidate.plan is not None:
+                if candidate.plan is not None:
                     candidate.plan()
                 candidate.run(0)
             except NotApplicableError:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
 OURS = "ours"
 
@@ -24,6 +26,7 @@ class Candidate:
     plan: Callable[[], object] | None = None  # a host step before each batch, timed beside the run
     sets: int | None = None  # input sets this candidate has, if fewer than the case's
     check_sets: bool = True  # False: its output is checked on set 0 only
+    capturing: Callable[[], AbstractContextManager[object]] = nullcontext  # entered while its graph is captured
 
 
 class NotApplicableError(Exception):

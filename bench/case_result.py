@@ -49,6 +49,17 @@ def is_compared(peers: dict[str, dict[str, Any]], required: tuple[str, ...]) -> 
     return bool(required) and all(any(_family(name) == family for name in worked) for family in required)
 
 
+def put_ratio(case: dict[str, Any], against: str, goal: float | None, field: str = "median_us") -> None:
+    """Where a case's point is ours over another time of ours: `ratio`, and the `goal` that it should not exceed.
+
+    `field` names the times that are compared; the record has it as `ratio_of`.
+    """
+    other = case["peers"].get(against, {})
+    if case["ok"] and other.get("ok"):
+        ratio = round(case["ours"][field] / other[field], 4)
+        case |= {"against": against, "goal": goal, "ratio": ratio, "ratio_of": field}
+
+
 def failed_case(case_id: str, error: str) -> dict[str, Any]:
     """A case that could not be measured."""
     return {

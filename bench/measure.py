@@ -130,11 +130,13 @@ def _prepare(
         result["host_us"] = _host_us(session, lambda: candidate.run(0), effort)
     launches = _launches(sets, floor_us, effort)
     if not session.on_gpu:
-        entry.replay = eager_replay(candidate.run, launches=launches, sets=sets)
+        with candidate.capturing():
+            entry.replay = eager_replay(candidate.run, launches=launches, sets=sets)
         entry.count = effort.samples
         return
     make = graph_replay if effort.captured else eager_replay
-    replay = make(candidate.run, launches=launches, sets=sets)
+    with candidate.capturing():
+        replay = make(candidate.run, launches=launches, sets=sets)
     if effort.captured and candidate.check_sets:
 
         def again() -> Any:

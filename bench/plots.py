@@ -22,6 +22,7 @@ COLOURS = {
     "fa3": "#1d4ed8",
     "flashinfer": "#15803d",
     "vllm": "#7c3aed",
+    "sglang": "#be185d",
     "sdpa": "#0e7490",
     "flex": "#a16207",
     "memset": "#1d4ed8",
@@ -60,15 +61,29 @@ def inline_svgs(records: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 def figures(records: Sequence[dict[str, Any]]) -> list[tuple[str, Figure]]:
-    """Name and figure of what the records can show."""
+    """Name and figure of what the records can show. Of several records of one suite the full one is drawn."""
     made: list[tuple[str, Figure]] = []
-    for record in records:
+    for record in _fullest(records):
         for name, draw in PICTURES.get(record["suite"], {}).items():
             figure = _figure()
             if draw(figure.gca(), record):
                 figure.tight_layout()
                 made.append((name, figure))
     return made
+
+
+def _fullest(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One record a suite: no `--quick` one if there is another, then that with the most good cases."""
+    best: dict[str, dict[str, Any]] = {}
+    for record in records:
+        other = best.get(record["suite"])
+        if other is None or _fullness(record) > _fullness(other):
+            best[record["suite"]] = record
+    return list(best.values())
+
+
+def _fullness(record: dict[str, Any]) -> tuple[bool, int]:
+    return not record["env"].get("quick"), sum(case["ok"] for case in record["cases"])
 
 
 def draw_context(axes: Axes, record: dict[str, Any]) -> bool:

@@ -73,7 +73,7 @@ def _table(record: dict[str, Any]) -> str:
     for case in record["cases"]:
         ours = case["ours"]
         mark = " class='loss'" if is_loss(case) or not case["ok"] else ""
-        cells = [f"<td{mark}>{escape(case['id'])}</td>"]
+        cells = [f"<td{mark}>{escape(case['id'])}{_ratio(case)}</td>"]
         if not case["ok"]:
             cells.append(f"<td class='loss' colspan='{len(header) - 1}'>failed</td>")
         else:
@@ -87,6 +87,13 @@ def _table(record: dict[str, Any]) -> str:
     return "<table>" + "\n".join(rows) + "</table>"
 
 
+def _ratio(case: dict[str, Any]) -> str:
+    if "ratio" not in case:
+        return ""
+    goal = f", goal {case['goal']:.2f}" if case["goal"] is not None else ""
+    return f" <span class='small'>({case['ratio']:.3f} of {escape(case['against'])}{goal})</span>"
+
+
 def _times(result: dict[str, Any]) -> str:
     median, low, high = (duration(result[name]) for name in ("median_us", "p20_us", "p80_us"))
     return f"{median} <span class='small'>({low}–{high})</span>"
@@ -98,7 +105,9 @@ def _peer_cell(peer: dict[str, Any] | None, case: dict[str, Any]) -> str:
     if not peer.get("ok"):
         return f"<td title='{escape(peer['error'], quote=True)}'>failed</td>"
     ratio = peer["median_us"] / case["ours"]["median_us"]
-    if ratio < 1 - (case["ours"].get("noise") or 0.0) and not peer.get("aside"):
+    if "ratio" in case:
+        kind = "small"
+    elif ratio < 1 - (case["ours"].get("noise") or 0.0) and not peer.get("aside"):
         kind = "loss"
     else:
         kind = "win" if case["compared"] and not peer.get("aside") else "small"

@@ -68,7 +68,7 @@ class RunOptions:
         """The estimated time on an H200. What is prepared is prepared once, for all suites together."""
         chosen = self.selected()
         prepared = max((suite.setup_s for suite, _ in chosen), default=0.0)
-        return prepared + sum(suite.case_s * len(cases) for suite, cases in chosen)
+        return prepared + sum(suite.seconds_of(cases, quick=self.quick) for suite, cases in chosen)
 
     def path_of(self, suite: str, gpu: str) -> Path:
         """Where a suite's record goes. Parts and quick runs do not replace the full record."""

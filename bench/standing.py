@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bench.table import is_loss, row_of
+from bench.case_result import best_peer
+from bench.table import duration, is_loss, ratio_row_of, row_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 BEGIN, END = "<!-- standing: begin -->", "<!-- standing: end -->"
 HEADER = ("case", "ours µs", "best peer", "peer µs", "peer / ours", "floor / ours", "noise")
+RATIO_HEADER = ("case", "ours µs", "against", "its µs", "ours / its", "goal", "noise")
+WAYS_HEADER = ("another way to call ours", "µs", "ours / it", "FA3 / it", "best peer", "peer / it")
 
 
 def write_standing(records: Sequence[dict[str, Any]], path: Path) -> None:
@@ -25,7 +28,10 @@ def write_standing(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def standing(records: Iterable[dict[str, Any]]) -> str:
-    """A section a suite: where it ran, then ours, the best peer and the share of the floor. Losses are in bold."""
+    """A section a suite: where it ran, then ours, the best peer and the share of the floor. Losses are in bold.
+
+    Cases that compare ours with ours have a table with the ratio and its goal; other ways to call ours have one too.
+    """
     sections = []
     for record in records:
         env, roof = record["env"], record["rooflines"]
@@ -37,18 +43,50 @@ def standing(records: Iterable[dict[str, Any]]) -> str:
             f"triton {env.get('triton')}, source `{record['source_id']}`, {env.get('started', '')[:10]}. "
             + _rooflines(roof)
             + f"Beside ours: {', '.join(peers) or 'nothing'}.",
-            "",
-            "| " + " | ".join(HEADER) + " |",
-            "|---|---:|---|---:|---:|---:|---:|",
         ]
-        for case in record["cases"]:
-            cells = list(row_of(case))
-            if is_loss(case):
-                cells[4] = f"**{cells[4]}**"
-            lines.append("| " + " | ".join(cells) + " |")
+        for ratios, header in ((False, HEADER), (True, RATIO_HEADER)):
+            cases = [case for case in record["cases"] if ("ratio" in case) is ratios]
+            lines += _table(header, "|---|---:|---|---:|---:|---:|---:|", [_cells(case) for case in cases])
+        lines += _table(WAYS_HEADER, "|---|---:|---:|---:|---|---:|", _ways(record))
         lines += ["", f"Made by `{str(env.get('command')).partition(' --out')[0]}`."]
         sections.append("\n".join(lines))
     return "\n\n".join(sections)
+
+
+def _table(header: Sequence[str], rule: str, rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return []
+    return ["", "| " + " | ".join(header) + " |", rule, *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def _cells(case: dict[str, Any]) -> list[str]:
+    cells = list(ratio_row_of(case) if "ratio" in case else row_of(case))
+    if is_loss(case):
+        cells[4] = f"**{cells[4]}**"
+    return cells
+
+
+def _ways(record: dict[str, Any]) -> list[Sequence[str]]:
+    rows: list[Sequence[str]] = []
+    for case in record["cases"]:
+        peer = best_peer(case) if case["ok"] else None
+        fa3 = min(
+            (p["median_us"] for name, p in case["peers"].items() if name[:3] == "fa3" and p.get("ok")), default=None
+        )
+        for name, way in case["peers"].items():
+            if not (name.startswith("ours-") and way.get("ok") and case["ok"]):
+                continue
+            rows.append(
+                (
+                    f"{case['id']}, {name}",
+                    duration(way["median_us"]),
+                    f"{case['ours']['median_us'] / way['median_us']:.3f}",
+                    f"{fa3 / way['median_us']:.3f}" if fa3 else "-",
+                    peer[0] if peer else "-",
+                    f"{peer[1] / way['median_us']:.3f}" if peer and case.get("compared") else "not compared",
+                )
+            )
+    return rows
 
 
 def _rooflines(roof: dict[str, Any]) -> str:

@@ -31,8 +31,9 @@ class Suite:
     cases: tuple[Any, ...]
     smoke_cases: tuple[Any, ...]  # tiny ones for a CPU
     run: Callable[[Session, Any], dict[str, Any]]  # one case's part of the record
-    case_s: float  # estimated seconds a case on an H200
-    setup_s: float = 0.0  # estimated seconds before the first case: compiling, peers' builds
+    case_s: float  # estimated seconds a case on an H200, on average
+    quick_case_s: float | None = None  # the same with `--quick`, where its cases or samples are fewer
+    setup_s: float = 0.0  # estimated seconds before the first case: compiling kernels, with the peers' builds at hand
     modules: Callable[[Sequence[Any]], list[str]] | None = None  # what FlashInfer has to build for these cases
     warm: Callable[[Session, Any], None] | None = None  # compiles a case's kernels on small inputs
 
@@ -44,4 +45,9 @@ class Suite:
 
     def seconds(self, *, quick: bool = False) -> float:
         """The estimated time of a run on an H200."""
-        return self.setup_s + self.case_s * len(self.selected(quick=quick))
+        return self.setup_s + self.seconds_of(self.selected(quick=quick), quick=quick)
+
+    def seconds_of(self, cases: Sequence[Any], *, quick: bool = False) -> float:
+        """The estimated time of some cases, without what comes before them."""
+        average = self.quick_case_s if quick and self.quick_case_s is not None else self.case_s
+        return average * len(cases)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 HEADER = ("case", "ours us", "best peer", "peer us", "speed-up", "of floor", "noise")
+RATIO_HEADER = ("case", "ours us", "against", "its us", "ours / its", "goal", "noise")
 
 
 def row_of(case: dict[str, Any]) -> tuple[str, ...]:
@@ -30,8 +31,24 @@ def row_of(case: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def ratio_row_of(case: dict[str, Any]) -> tuple[str, ...]:
+    """The cells of a case that compares ours with ours: both times, their ratio and the most it should be."""
+    noise, goal, field = case["ours"].get("noise"), case["goal"], case["ratio_of"]
+    return (
+        case["id"] + ("" if field == "median_us" else f", {field.removesuffix('_us')}"),
+        duration(case["ours"][field]),
+        case["against"],
+        duration(case["peers"][case["against"]][field]),
+        f"{case['ratio']:.3f}",
+        f"{goal:.2f}" if goal is not None else "-",
+        f"{noise:.1%}" if noise is not None else "-",
+    )
+
+
 def is_loss(case: dict[str, Any]) -> bool:
-    """Whether a right peer was faster than ours by more than this case's noise."""
+    """Whether a right peer was faster than ours by more than this case's noise, or a ratio is above its goal."""
+    if "ratio" in case:
+        return case["goal"] is not None and case["ratio"] > case["goal"]
     peer = best_peer(case)
     if not case["ok"] or peer is None:
         return False
@@ -65,7 +82,10 @@ def record_table(record: dict[str, Any]) -> str:
         lines.append(roof)
     if absent:
         lines.append("absent: " + "; ".join(absent))
-    lines.append(text_table([row_of(case) for case in record["cases"]]))
+    for ratios, header in ((False, HEADER), (True, RATIO_HEADER)):
+        cases = [case for case in record["cases"] if ("ratio" in case) is ratios]
+        if cases:
+            lines.append(text_table([(ratio_row_of if ratios else row_of)(case) for case in cases], header))
     return "\n".join(lines + [f"  {text}" for text in failures_of(record)])
 
 
@@ -86,6 +106,9 @@ def case_line(case: dict[str, Any]) -> str:
     name, ours, peer, peer_us, ratio, share, _ = row_of(case)
     if not case["ok"]:
         return f"{name:34} FAILED {case.get('error', '')}"
+    if "ratio" in case:
+        goal = f", goal {case['goal']:.2f}" if case["goal"] is not None else ""
+        return f"{name:34} {ours:>9} us  {case['ratio']:.3f} of {case['against']}{goal}"
     beside = f"{peer} {peer_us} us" if peer != "-" else ""
     compared = f"{beside} ({ratio}x)" if case.get("compared") else f"{beside} (not compared)"
     return f"{name:34} {ours:>9} us  {compared.strip():38} {share + ' of floor' if share != '-' else ''}".rstrip()

@@ -18,15 +18,13 @@ MODULES = {
     "fa3": "bench.peers.fa3",
     "flashinfer": "bench.peers.flashinfer",
     "vllm": "bench.peers.vllm_triton",
+    "sglang": "bench.peers.sglang_triton",
     "sdpa": "bench.peers.sdpa",
     "flex": "bench.peers.flex",
     "memset": "bench.peers.memset",
 }
-# Packages whose kernels no suite calls yet: their presence is recorded, so that nobody takes them for beaten.
-UNUSED = {
-    "flashmla": ("flash_mla", "multi-head latent attention only, for which there is no suite yet"),
-    "sglang": ("sglang", "its Triton decode and extend kernels are not called yet"),
-}
+# Packages whose kernels no suite calls: their presence is recorded, so that nobody takes them for beaten.
+UNUSED = {"flashmla": ("flash_mla", "it decodes multi-head latent attention only, which no op here does")}
 
 
 def probe_peers() -> dict[str, dict[str, Any]]:

@@ -17,6 +17,7 @@ NAMES = (
     "shrink",
     "sleep",
     "decode",
+    "ratios",
     "prefill",
     "write",
     "mixed",

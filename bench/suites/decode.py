@@ -36,16 +36,18 @@ def ragged_lens(count: int = 256, shortest: int = 16, longest: int = 8016) -> tu
     return tuple(lengths)
 
 
+SKEW_LENS = (128 * K,) + (1 * K,) * 63
+MAIN: dict[str, Any] = {"quick": True, "ways": ("planned",)}
 NAMED = (  # heads (32, 8), head_dim 128, block 16, NHD
-    uniform(1, 8 * K, quick=True),
-    uniform(1, 8 * K, "-warm", warm=True, quick=True),
-    uniform(1, 128 * K, quick=True),
-    uniform(8, 32 * K, quick=True),
-    uniform(16, 4 * K, quick=True),
-    uniform(64, 8 * K, quick=True),
-    uniform(256, 1 * K, quick=True),
-    decode_case("ragged256", ragged_lens(), quick=True),
-    decode_case("skew", (128 * K,) + (1 * K,) * 63, quick=True),
+    uniform(1, 8 * K, **MAIN),
+    uniform(1, 8 * K, "-warm", warm=True, **MAIN),
+    uniform(1, 128 * K, **MAIN),
+    uniform(8, 32 * K, **MAIN),
+    uniform(16, 4 * K, **MAIN),
+    uniform(64, 8 * K, **MAIN),
+    uniform(256, 1 * K, **MAIN),
+    decode_case("ragged256", ragged_lens(), **MAIN),
+    decode_case("skew", SKEW_LENS, **MAIN),
 )
 CONTEXT_SWEEP = (
     *(uniform(1, length) for length in (512, 2 * K, 32 * K)),
@@ -72,7 +74,7 @@ BLOCKS_AND_LAYOUTS = (
     *(uniform(b, n, "-interleaved", layout="interleaved") for b, n in ((1, 8 * K), (16, 4 * K), (64, 8 * K))),
 )
 SMOKE = (
-    uniform(2, 40, dtype="float32"),
+    uniform(2, 40, dtype="float32", ways=("planned",)),
     uniform(1, 33, "-warm-d64", dtype="float32", num_query_heads=9, num_kv_heads=3, head_dim=64, warm=True),
     decode_case("ragged3", (1, 70, 17), dtype="float32", layout="interleaved", num_query_heads=4, num_kv_heads=2),
 )
@@ -89,8 +91,9 @@ SUITE = Suite(
     cases=NAMED + CONTEXT_SWEEP + HEADS + HEAD_DIMS + BLOCKS_AND_LAYOUTS,
     smoke_cases=SMOKE,
     run=run,
-    case_s=3.5,
-    setup_s=110.0,
+    case_s=0.75,
+    quick_case_s=0.8,
+    setup_s=35.0,
     modules=modules_for,
     warm=warm_case,
 )

@@ -18,7 +18,7 @@ def batch(name: str, *groups: tuple[int, int, int], **choices: Any) -> Attention
     """Groups of (sequences, query tokens, length with them)."""
     query_lens = tuple(query for count, query, _ in groups for _ in range(count))
     seq_lens = tuple(length for count, _, length in groups for _ in range(count))
-    return AttentionCase(f"mixed/{name}", query_lens, seq_lens, **choices)
+    return AttentionCase(f"mixed/{name}", query_lens, seq_lens, ways=("planned",), **choices)
 
 
 CASES = (
@@ -56,8 +56,9 @@ SUITE = Suite(
     cases=CASES,
     smoke_cases=SMOKE,
     run=run,
-    case_s=5.0,
-    setup_s=100.0,
+    case_s=4.0,
+    quick_case_s=3.5,
+    setup_s=25.0,
     modules=modules_for,
     warm=warm_case,
 )

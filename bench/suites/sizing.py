@@ -1,7 +1,9 @@
 """How many blocks a start-up ends with: measured after capture, beside a guess before it, up to the last memory.
 
 `estimate_then_measure`: each method starts the example engine at rising utilization, with graphs for 22 batch sizes,
-and serves a full batch, until it runs out of memory. The same weights serve all of them.
+and serves a full batch, until it runs out of memory. The same weights serve all of them. Small models leave memory to
+spare at any utilization, so they are started at the two ends only, beside the bolder guess. Each attempt is printed
+when it is over.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import triton_kv as tkv
 from bench.candidate import OURS
 from bench.case_result import case_result
 from bench.measure import describe, require_device
+from bench.random_weights import random_weights
 from bench.suite import Suite
 from bench.timing import Samples, host_samples
 
@@ -28,12 +31,16 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 UTILIZATIONS = (0.90, 0.95, 0.98, 0.99, 0.995)
+ENDS = (UTILIZATIONS[0], UTILIZATIONS[-1])
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, *range(32, 513, 32))  # 22 graphs
 # What the guesses keep for graphs: vLLM's log told its users that they may take 1 to 3 GiB.
 # The bolder one comes last: what it breaks hurts no other.
 GUESSES = {"legacy-3GiB": 3 * GIB, "legacy-1GiB": 1 * GIB}
 HEADROOM_BYTES = 150 << 20
-SCRUB_S = 1.0  # the driver scrubs the memory that an engine gave back; creating meanwhile is slow
+# The driver scrubs the memory that an engine gave back, 0.02 s a GiB, and creating meanwhile is slow: a start-up that
+# commits early would pay for the one before.
+SCRUB_S = 2.5
+OUT_OF_MEMORY = "out of memory in "  # how the error of an attempt begins that ended so
 OUT_OF_MEMORY_WORDS = ("out of memory", "out_of_memory", "alloc_failed", "enomem")
 
 
@@ -52,7 +59,8 @@ class SizingCase:
     tied: bool
     batch: int = 512
     step_tokens: int = 8192
-    utilizations: tuple[float, ...] = UTILIZATIONS
+    utilizations: tuple[float, ...] = UTILIZATIONS  # --quick takes the first
+    guesses: tuple[str, ...] = tuple(GUESSES)
     budget_bytes: int | None = None  # of a host driver
     quick: bool = False
 
@@ -79,18 +87,25 @@ class Attempt:
 def run(session: Session, case: SizingCase) -> dict[str, Any]:
     """Measures one case. The samples are the start-up times of the attempts that worked."""
     config = _config(case)
-    weights = _random_weights(config, case.tied, torch.bfloat16 if session.on_gpu else torch.float32, session.device)
+    weights = random_weights(
+        config, torch.bfloat16 if session.on_gpu else torch.float32, session.device, tied=case.tied
+    )
+    _settle(session, scrub_s=0.0)
     if session.on_gpu:  # what is compiled or loaded once belongs to nobody's start-up
         _attempt(session, case, config, weights, OURS, 0.5, [])
     results: dict[str, dict[str, Any]] = {}
     outputs: list[tuple[str, list[list[int]]]] = []
-    for name in (OURS, *GUESSES):
-        session.enter(case.id, name)
+    for name in (OURS, *case.guesses):
         startups, attempts = Samples(), []
         extra: dict[str, Any] = {}
-        for utilization in case.utilizations:
+        for utilization in case.utilizations[:1] if session.quick else case.utilizations:
+            if session.is_banned(case.id, name):
+                attempts.append(Attempt(utilization, ok=False, error=session.ban_reason(case.id, name)))
+                break
+            session.enter(case.id, name)
             attempt, details = _attempt(session, case, config, weights, name, utilization, outputs)
             attempts.append(attempt)
+            print(f"  {case.id} {name}: {_in_words(attempt)}  t={session.elapsed_s:.0f}s", flush=True)
             if not attempt.ok:
                 break
             startups.add((attempt.startup_s or 0.0) * 1e6)
@@ -105,7 +120,7 @@ def run(session: Session, case: SizingCase) -> dict[str, Any]:
             "furthest_utilization": furthest,
             "attempts": [vars(attempt) for attempt in attempts],
         }
-    problems = _problems(results, outputs)
+    problems = _problems(case, results, outputs)
     if problems:
         results[OURS] |= {"ok": False, "error": "; ".join(problems)}
     return case_result(
@@ -116,18 +131,36 @@ def run(session: Session, case: SizingCase) -> dict[str, Any]:
         flops=0,
         floor=None,
         parameters={
-            **{name: value for name, value in vars(case).items() if name not in ("id", "quick")},
+            **{name: value for name, value in vars(case).items() if name not in ("id", "quick", "guesses")},
             "batch_sizes": [size for size in BATCH_SIZES if size <= case.batch],
             "weight_bytes": weights.num_bytes,
         },
     )
 
 
-def _problems(results: dict[str, dict[str, Any]], outputs: list[tuple[str, list[list[int]]]]) -> list[str]:
-    """What ours must keep: as far as any guess, no fewer blocks than one within its budget, an exact plan."""
+def _in_words(attempt: Attempt) -> str:
+    if not attempt.ok:
+        return f"at {attempt.utilization}: {attempt.error}"
+    return (
+        f"at {attempt.utilization}: {attempt.num_blocks} blocks, started in {attempt.startup_s} s, graphs "
+        f"{(attempt.graph_bytes or 0) / GIB:.2f} GiB, free at the end {(attempt.free_at_end_bytes or 0) / GIB:.2f} GiB"
+    )
+
+
+def _problems(
+    case: SizingCase, results: dict[str, dict[str, Any]], outputs: list[tuple[str, list[list[int]]]]
+) -> list[str]:
+    """What ours must keep: as far as any guess, no fewer blocks than one within its budget, an exact plan.
+
+    And ours may not end by anything but a lack of memory; how a guess ended is in its attempts.
+    """
     ours = {attempt["utilization"]: attempt for attempt in results[OURS]["attempts"]}
-    found = []
-    for name in GUESSES:
+    found = [
+        f"failed at {attempt['utilization']}: {attempt['error']}"
+        for attempt in ours.values()
+        if not attempt["ok"] and not attempt["error"].startswith(OUT_OF_MEMORY)
+    ]
+    for name in case.guesses:
         if results[name]["furthest_utilization"] > results[OURS]["furthest_utilization"]:
             found.append(f"{name} goes further")
         for attempt in results[name]["attempts"]:
@@ -165,7 +198,6 @@ def _attempt(
         utilization=utilization,
         headroom_bytes=(HEADROOM_BYTES + GUESSES.get(name, 0)) if session.on_gpu else 0,
     )
-    _settle(session)
     free_before, total_bytes = memory.memory_info()
     peaks: list[int] = []
 
@@ -198,11 +230,12 @@ def _attempt(
             startup_s=round(startup_s, 3),
         )
     except Exception as error:
-        if not _is_out_of_memory(error):
-            require_device(session, name, error)
-            raise
         where = next((stage.name for stage in engine.ledger.stages if stage.failed), "serving a full batch")
-        attempt = replace(attempt, error=f"out of memory in {where!r}: {describe(error)[:200]}")
+        if _is_out_of_memory(error):
+            attempt = replace(attempt, error=f"{OUT_OF_MEMORY}{where!r}: {describe(error)[:200]}")
+        else:  # kept, so that the other methods' attempts are not lost with it
+            require_device(session, name, error)
+            attempt = replace(attempt, error=f"in {where!r}: {describe(error)}")
     cache = getattr(engine, "cache", None)
     attempt = replace(
         attempt,
@@ -248,12 +281,13 @@ def _serve_full_batch(engine: Engine, case: SizingCase, config: LlamaConfig) -> 
     return engine.generate(prompts, 6)
 
 
-def _settle(session: Session) -> None:
+def _settle(session: Session, scrub_s: float = SCRUB_S) -> None:
+    """Gives back what is left of the last engine, and waits until the driver has cleaned it."""
     gc.collect()
     if session.on_gpu:
         torch.cuda.synchronize(session.device)
         torch.cuda.empty_cache()
-        time.sleep(SCRUB_S)
+        time.sleep(scrub_s)
 
 
 def _config(case: SizingCase) -> LlamaConfig:
@@ -271,39 +305,19 @@ def _config(case: SizingCase) -> LlamaConfig:
     )
 
 
-def _random_weights(config: LlamaConfig, tied: bool, dtype: torch.dtype, device: torch.device) -> LlamaWeights:
-    """Made on the device itself: eight billion numbers would take the host a minute."""
-    from examples.engine.model import LayerWeights, LlamaWeights
-
-    generator = torch.Generator(device).manual_seed(0)
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator, device=device, dtype=dtype).mul_(columns**-0.5)
-
-    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_query_heads * config.head_dim
-    norm = torch.ones(hidden, device=device, dtype=dtype)
-    layers = tuple(
-        LayerWeights(
-            attention_norm=norm,
-            qkv=matrix(sum(config.qkv_sizes), hidden),
-            attention_out=matrix(hidden, heads),
-            mlp_norm=norm,
-            gate_up=matrix(2 * inner, hidden),
-            down=matrix(hidden, inner),
-        )
-        for _ in range(config.num_layers)
-    )
-    embedding = matrix(config.vocab_size, hidden)
-    return LlamaWeights(embedding, layers, norm, embedding if tied else matrix(config.vocab_size, hidden))
-
-
 SUITE = Suite(
     name="sizing",
     about="blocks measured after capture against a guess before it, up to the last memory",
     cases=(
-        SizingCase("sizing/llama-8b", 32, 4096, 14336, 32, 8, 128, 128256, tied=False, quick=True),
-        SizingCase("sizing/qwen3-0.6b", 28, 1024, 3072, 16, 8, 128, 151936, tied=True),
-        SizingCase("sizing/smollm2-135m", 30, 576, 1536, 9, 3, 64, 49152, tied=True),
+        SizingCase("sizing/llama-8b", 32, 4096, 14336, 32, 8, 128, 128256, tied=False),
+        SizingCase(
+            "sizing/qwen3-0.6b", 28, 1024, 3072, 16, 8, 128, 151936, tied=True,
+            utilizations=ENDS, guesses=("legacy-1GiB",),
+        ),
+        SizingCase(
+            "sizing/smollm2-135m", 30, 576, 1536, 9, 3, 64, 49152, tied=True,
+            utilizations=ENDS, guesses=("legacy-1GiB",), quick=True,
+        ),
     ),
     smoke_cases=(
         SizingCase(
@@ -312,6 +326,7 @@ SUITE = Suite(
         ),
     ),
     run=run,
-    case_s=120.0,
-    setup_s=15.0,
+    case_s=55.0,
+    quick_case_s=14.0,
+    setup_s=20.0,
 )  # fmt: skip

@@ -41,7 +41,7 @@ def run(session: Session, case: SleepCase) -> dict[str, Any]:
     """Measures sleep; wake is beside it. With contents kept, the floor is the copy at the link's measured speed."""
     memory: VirtualMemory = tkv.HostMemory(budget_bytes=GIB) if session.smoke else tkv.open_memory(session.device)
     session.enter(case.id, OURS)
-    samples = 2 if session.smoke else (3 if session.quick else case.samples)
+    samples = 2 if session.smoke or session.quick else case.samples
     one = tkv.CacheLayout("LTBNHD", SPEC, num_layers=case.num_layers, block_size=16, capacity=1)
     capacity = case.total_bytes // one.block_bytes
     sleeping, waking, saving, restoring, mapping = (Samples(skip=1) for _ in range(5))
@@ -143,6 +143,7 @@ SUITE = Suite(
         SleepCase("sleep/host-32MiB-live", 32 * MIB, keep="host", live=0.25, num_layers=2),
     ),
     run=run,
-    case_s=12.0,
+    case_s=8.0,
+    quick_case_s=4.0,
     setup_s=1.0,
 )

@@ -87,7 +87,8 @@ SUITE = Suite(
         ),
     ),
     run=run,
-    case_s=2.0,
-    setup_s=30.0,
+    case_s=0.6,
+    quick_case_s=0.7,
+    setup_s=20.0,
     modules=modules_for,
 )

@@ -1,5 +1,6 @@
 """What the peers are given: stand-ins with their signatures compute attention or the write from the arguments alone."""
 
+import itertools
 import sys
 import types
 from dataclasses import replace
@@ -9,7 +10,7 @@ import torch
 
 from bench.attention_inputs import AttentionInputs
 from bench.candidate import NotApplicableError
-from bench.peers import fa3, flashinfer, flex, sdpa
+from bench.peers import fa3, flashinfer, flex, sdpa, sglang_triton
 from bench.session import Session
 from bench.suites.decode import decode_case, uniform
 from bench.suites.mixed import SMOKE as MIXED
@@ -23,6 +24,7 @@ CASES = [
     pytest.param(decode_case("ragged", (1, 70, 17), **SMALL), id="decode"),
     pytest.param(uniform(2, 40, layout="interleaved", **SMALL), id="decode-interleaved"),
     pytest.param(prompts("2x5", 2, 5, 30, layout="hnd", **SMALL), id="prefill-hnd"),
+    pytest.param(prompts("2x5", 2, 5, 30, **SMALL), id="prefill"),
     pytest.param(replace(MIXED[0], dtype="bfloat16"), id="mixed"),
 ]
 
@@ -128,6 +130,51 @@ def append_paged_kv_cache(
         v[block, position % k.shape[1]] = append_value[token]
 
 
+def decode_attention_fwd(
+    q, k_buffer, v_buffer, o, kv_indptr, kv_indices, attn_logits, attn_lse, num_kv_splits, max_kv_splits, sm_scale,
+    k_scale, v_scale, logit_cap=0.0, sinks=None, xai_temperature_len=-1,
+):  # fmt: skip
+    assert max_kv_splits == attn_logits.shape[2] == attn_lse.shape[2] == int(num_kv_splits.max())
+    assert attn_logits.shape == (*q.shape[:2], max_kv_splits, v_buffer.shape[-1])
+    assert (k_scale, v_scale) == (1.0, 1.0)
+    extend(q, None, None, o, k_buffer, v_buffer, list(range(len(kv_indptr))), kv_indptr, kv_indices, sm_scale)
+
+
+def extend_attention_fwd(
+    q_extend, k_extend, v_extend, o_extend, k_buffer, v_buffer, qo_indptr, kv_indptr, kv_indices, custom_mask,
+    is_causal, mask_indptr, max_len_extend, sm_scale=None, logit_cap=0.0, skip_prefix_custom_mask=True,
+):  # fmt: skip
+    assert (custom_mask, mask_indptr, is_causal) == (None, None, True)
+    assert max_len_extend == int(qo_indptr.diff().max())
+    starts = qo_indptr.tolist()
+    extend(q_extend, k_extend, v_extend, o_extend, k_buffer, v_buffer, starts, kv_indptr, kv_indices, sm_scale)
+
+
+def extend(q, k_new, v_new, out, k_pool, v_pool, starts, kv_indptr, kv_indices, scale):
+    """Each sequence's pool slots and new keys in one dense row of blocks of one token."""
+    for row, (begin, end) in enumerate(itertools.pairwise(starts)):
+        slots = kv_indices[int(kv_indptr[row]) : int(kv_indptr[row + 1])].long()
+        k, v = (
+            torch.cat([pool[slots], pool[:0] if new is None else new[begin:end]])[:, None]
+            for pool, new in ((k_pool, k_new), (v_pool, v_new))
+        )
+        span = range(len(k))
+        attend(q[begin:end], k, v, lambda _, span=span: list(span), [0, end - begin], [len(k)], out[begin:end], scale)
+
+
+@pytest.fixture
+def sglang(monkeypatch):
+    folder = "sglang.srt.layers.attention.triton_ops"
+    for function in (decode_attention_fwd, extend_attention_fwd):
+        name = f"{folder}.{function.__name__.removesuffix('_fwd')}"
+        module = types.ModuleType(name)
+        setattr(module, function.__name__, function)
+        monkeypatch.setitem(sys.modules, name, module)
+    parts = folder.split(".")
+    for count in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:count]), types.ModuleType(parts[count - 1]))
+
+
 @pytest.fixture
 def stand_ins(monkeypatch):
     module = types.ModuleType("flashinfer")
@@ -156,6 +203,16 @@ def test_attention(stand_ins, peer, case):
         candidates = peer.attention(inputs)
         assert len(candidates) == (1 if peer is flashinfer and case.is_decode else 2)
         check(inputs, candidates)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sglang(sglang, case):
+    with AttentionInputs(SESSION, case) as inputs:
+        if case.layout == "hnd":
+            with pytest.raises(NotApplicableError, match="HND"):
+                sglang_triton.attention(inputs)
+            return
+        check(inputs, sglang_triton.attention(inputs))
 
 
 def test_append(stand_ins):

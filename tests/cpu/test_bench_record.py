@@ -7,11 +7,13 @@ from html.parser import HTMLParser
 import pytest
 
 from bench.__main__ import main
+from bench.case_result import put_ratio
 from bench.compare import compare
 from bench.plots import save_plots
 from bench.record import BadRecordError, problems_of, put_case, read_record, write_record
 from bench.report import html_report
-from bench.standing import BEGIN, END, write_standing
+from bench.standing import BEGIN, END, standing, write_standing
+from bench.table import case_line, is_loss, record_table
 
 
 def times(median):
@@ -209,6 +211,25 @@ def test_plots(tmp_path, record, kind):
             assert words in text
 
 
+def engine_record(quick, stages, ok=True):
+    case = decode_case(512, 100.0, 90.0, ok)
+    shown = [{"name": name, "seconds": 0.1, "free_bytes": 1 << 30, "mapped_bytes": 1 << 30} for name in stages]
+    case |= {"id": "engine/135m", "ours": {**times(100.0), "stages": shown}}
+    record = make_record([case])
+    return {**record, "suite": "engine", "env": {**record["env"], "quick": quick}}
+
+
+@pytest.mark.parametrize("full_first", [pytest.param(True, id="full-first"), pytest.param(False, id="quick-first")])
+def test_the_picture_of_a_suite_is_of_its_full_record(tmp_path, full_first):
+    records = [engine_record(False, ["reserve", "capture"]), engine_record(True, ["reserve", "extend"])]
+    (path,) = save_plots(records if full_first else records[::-1], tmp_path)
+    assert path.name == "engine-startup.svg"
+    assert "capture" in path.read_text()
+    assert "extend" not in path.read_text().replace("extended", "")
+    (path,) = save_plots([engine_record(True, ["reserve", "extend"])], tmp_path)
+    assert "capture" not in path.read_text().replace("after capture", "")
+
+
 def test_standing_is_put_between_the_markers(tmp_path, record):
     page = tmp_path / "README.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
@@ -223,6 +244,56 @@ def test_standing_is_put_between_the_markers(tmp_path, record):
     (tmp_path / "none.md").write_text("nothing")
     with pytest.raises(KeyError):
         write_standing([record], tmp_path / "none.md")
+
+
+def ratio_case(ours, goal):
+    case = decode_case(512, ours, 100.0)
+    case["peers"] = {"default": times(100.0)}
+    put_ratio(case, "default", goal)
+    return case
+
+
+@pytest.mark.parametrize(
+    ("ours", "goal", "cells", "text"),
+    [
+        pytest.param(140.0, 1.5, "1.400 | 1.50", "1.400 of default, goal 1.50", id="met"),
+        pytest.param(160.0, 1.5, "**1.600** | 1.50", "1.600 of default, goal 1.50", id="missed"),
+        pytest.param(160.0, None, "1.600 | -", "1.600 of default", id="no-goal"),
+    ],
+)
+def test_a_ratio_is_shown_with_its_goal(tmp_path, ours, goal, cells, text):
+    record = make_record([ratio_case(ours, goal), decode_case(1024, 90.0, 99.0)])
+    assert is_loss(record["cases"][0]) is (goal is not None and ours > 100 * goal)
+    shown = standing([record])
+    assert f"| decode/B16-L512 | {ours:.1f} | default | 100.0 | {cells} | 0.4% |" in shown
+    assert "| decode/B16-L1024 | 90.00 | fa3 | 99.00 | 1.100 | 90.0% | 0.4% |" in shown
+    assert f"({text})" in html_report([record])
+    assert text in case_line(record["cases"][0])
+    table = record_table(record)
+    assert table.index("speed-up") < table.index("ours / its")
+    assert problems_of(record) == []
+
+
+def test_a_ratio_of_other_times_names_them():
+    case = decode_case(512, 90.0, 99.0)
+    case["ours"]["p99_us"], case["peers"]["fa3"]["p99_us"] = 130.0, 100.0
+    put_ratio(case, "fa3", 1.2, "p99_us")
+    assert "| decode/B16-L512, p99 | 130.0 | fa3 | 100.0 | **1.300** | 1.20 | 0.4% |" in standing([make_record([case])])
+
+
+def test_a_ratio_needs_both_times():
+    case = decode_case(512, 90.0, 99.0)
+    put_ratio(case, "flashinfer", 1.0)
+    assert "ratio" not in case
+    put_ratio(case, "fa3", 1.0)
+    assert case["ratio"] == pytest.approx(0.9091)
+
+
+def test_other_ways_to_call_ours_have_a_table_of_their_own(record):
+    record["cases"][0]["peers"]["ours-portable"] = {**times(102.4), "aside": True}
+    shown = standing([record])
+    assert "| decode/B16-L512, ours-portable | 102.4 | 0.500 | 0.556 | fa3 | 0.556 |" in shown
+    assert standing([make_record([decode_case(512, 1.0, 2.0)])]).count("another way") == 0
 
 
 def test_repository_page_has_the_markers():

@@ -137,6 +137,34 @@ def test_a_graph_that_replays_wrongly_is_failed(cuda):
     assert not results["ours"]["ok"]
 
 
+def test_what_a_candidate_enters_while_captured_is_over_when_replayed(cuda):
+    """A graph captured while lengths are short runs over the case's lengths."""
+    lengths, seen = [7], []
+
+    @contextlib.contextmanager
+    def short():
+        lengths[0] = 1
+        yield
+        lengths[0] = 7
+
+    def run(index):
+        cuda.launch(lambda: seen.append((cuda.replaying, lengths[0])))
+        return [index]
+
+    def replay(graph, calls=cuda.CUDAGraph.replay):
+        cuda.replaying = True
+        calls(graph)
+        cuda.replaying = False
+
+    cuda.replaying, cuda.CUDAGraph.replay = False, replay
+    candidate = Candidate("ours", run, capturing=short)
+    effort = Effort(rounds=1, samples=2, replay_us=5.0, idle_s=0.0, host_calls=0)
+    session = GpuSession(torch.device("cpu"))
+    measure(session, "decode/x", [candidate], sets=1, floor_us=5.0, effort=effort, verify=verify)
+    assert {length for replaying, length in seen if replaying} == {7}
+    assert [length for replaying, length in seen if not replaying] == [7, 1]  # checked, then warmed up for the capture
+
+
 def test_turns_alternate(cuda):
     log = []
     session = GpuSession(torch.device("cpu"))

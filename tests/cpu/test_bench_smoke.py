@@ -1,9 +1,12 @@
 """Every suite runs on a CPU with tiny cases and writes a record that keeps the schema."""
 
+from pathlib import Path
+
 import pytest
 
-from bench.__main__ import main
-from bench.record import problems_of, read_record
+import bench.run
+from bench.__main__ import QUICK_PREPARE_S, main
+from bench.record import is_test_record, problems_of, read_record
 from bench.run import RunOptions, run
 from bench.suites import NAMES, load_suite
 
@@ -17,11 +20,32 @@ def test_smoke(name, tmp_path):
     assert [case["id"] for case in record["cases"]] == [case.id for case in load_suite(name).smoke_cases]
     for case in record["cases"]:
         assert case["ok"], f"{case['id']}: {case.get('error')}"
-        planned = case["peers"].get("ours-planned")
-        assert (planned is not None) == (name in ("prefill", "mixed"))
-        assert planned is None or (planned["ok"] and planned["aside"])
+        for way in (peer for other, peer in case["peers"].items() if other.startswith("ours-")):
+            assert way["ok"], way
+            assert way["aside"]
+        if name in ("decode", "prefill", "mixed", "ratios"):
+            assert case["ours"]["error_norm"] < 1e-5
+            assert case["ours"]["torch_error_norm"] < 1e-5
+        if name == "ratios":
+            assert case["ratio"] > 0
+            assert case["compared"]
     assert problems_of(record) == []
     assert record["env"]["command"] == "python -m bench run --smoke"
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "ways"),
+    [
+        pytest.param("decode", "B1-L8k", ("planned",), id="decode"),
+        pytest.param("prefill", "16x1k", ("planned",), id="prefill"),
+        pytest.param("prefill", "1x8k", ("planned", "portable"), id="portable"),
+        pytest.param("prefill", "4x2k-ctx14k-b64", ("planned", "portable"), id="portable-in-large-blocks"),
+        pytest.param("mixed", "64x4-at-4k", ("planned",), id="mixed"),
+    ],
+)
+def test_other_ways_to_call_ours(name, case, ways):
+    (found,) = (each for each in load_suite(name).cases if each.id == f"{name}/{case}")
+    assert found.ways == ways
 
 
 def test_all_suites_by_the_command_line(tmp_path, capsys):
@@ -55,6 +79,7 @@ def test_list_names_every_suite(capsys):
 
 REQUIRED_IDS = {
     "decode": "B1-L8k B1-L8k-warm B1-L128k B8-L32k B16-L4k B64-L8k B256-L1k ragged256 skew",
+    "ratios": "captured-short-B1-L128k captured-short-B8-L128k 4-tokens-B1-L64k invariant-B8-L32k invariant-B64-L8k",
     "prefill": "1x8k 1x32k 16x1k 4x2k-ctx14k 64x128-ctx4k 64x32-ctx4k 64x16-ctx4k 1x8k-d64",
 }
 
@@ -69,9 +94,36 @@ def test_cases_are_well_named(name):
     assert suite.selected(quick=True)
 
 
-def test_time_budget():
-    assert RunOptions(suites=("decode",)).seconds() < 360
-    assert RunOptions(suites=("prefill", "mixed")).seconds() < 360
-    assert RunOptions(suites=("vmm", "zero", "write", "host", "engine")).seconds() < 360
-    assert RunOptions(suites=("states",)).seconds() < 360
-    assert RunOptions(suites=("shrink", "sleep")).seconds() < 360
+@pytest.mark.parametrize(
+    ("suites", "quick", "seconds"),
+    [
+        pytest.param(("vmm", "zero"), False, 100, id="memory"),
+        pytest.param(("states", "shrink", "sleep"), False, 120, id="states"),
+        pytest.param(("decode", "ratios"), False, 120, id="decode"),
+        pytest.param(("prefill", "mixed"), False, 180, id="prefill"),
+        pytest.param(("write", "host", "engine"), False, 120, id="engine"),
+        pytest.param(("sizing",), False, 240, id="sizing"),
+        pytest.param((), True, 180, id="quick"),
+        pytest.param((), False, 1500, id="all"),
+    ],
+)
+def test_time_budget(suites, quick, seconds):
+    options = RunOptions(suites=suites, quick=quick)
+    assert options.seconds() < seconds
+
+
+def test_a_quick_run_that_uses_up_its_preparation_is_in_time():
+    chosen = RunOptions(quick=True).selected()
+    assert QUICK_PREPARE_S + sum(suite.seconds_of(cases, quick=True) for suite, cases in chosen) < 180
+
+
+RECORDS = sorted((Path(bench.run.RESULTS) / "h200").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", [path for path in RECORDS if not is_test_record(path)], ids=lambda path: path.stem)
+def test_estimates_are_those_of_the_records(path):
+    """What the cases of a record took is at most a fifth above the suite's estimate for as many."""
+    record = read_record(path)
+    suite = load_suite(record["suite"])
+    took = [case["seconds"] for case in record["cases"]]
+    assert sum(took) <= 1.2 * suite.seconds_of(took, quick=record["env"]["quick"]) + 1
