@@ -146,6 +146,7 @@ def choose_rope(
     v_head_dim: int,
     v_offset: int,
     strides: tuple[int, ...],
+    is_neox: bool,
     hardware: Hardware,
 ) -> RopeChoice:
     """The choice for elements of `itemsize_bytes`; `strides` are those of q, its output, k, v, and both caches.
@@ -158,8 +159,8 @@ def choose_rope(
         vector=vector,
         rows=max(1, min(4096 // row_bytes, 64)),
         num_warps=4,
-        # Triton 3.7.1's ptxas would spill 8 bytes of a normed f32 row for sm_90.
-        max_registers=hardware.all_registers if itemsize_bytes == 4 else None,
+        # Else ptxas spills 8 bytes of normed f32 rows (sm_90, Triton 3.7.1) and of interleaved f16 (sm_89, 3.6.0).
+        max_registers=None if is_neox and itemsize_bytes == 2 else hardware.all_registers,
     )
 
 
@@ -177,6 +178,7 @@ def rope_launch(call: RopeCall, operands: LayerOperands, hardware: Hardware) -> 
         v_head_dim,
         operands.v_offset,
         (*strides, *operands.k_strides, *operands.v_strides),
+        call.is_neox,
         hardware,
     )
     return Launch(

@@ -137,7 +137,7 @@ class TestChoice:
         ids=["bf16", "f32", "dim_80", "dim_256", "odd_stride", "dim_16", "dim_2048"],
     )
     def test_vector_divides_everything(self, itemsize_bytes, head_dim, v_head_dim, strides, vector, rows):
-        choice = choose_rope(itemsize_bytes, head_dim, v_head_dim, 0, strides, H200)
+        choice = choose_rope(itemsize_bytes, head_dim, v_head_dim, 0, strides, True, H200)
         assert (choice.vector, choice.rows) == (vector, rows)
         assert rows & (rows - 1) == 0  # a tl.arange
 
