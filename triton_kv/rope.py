@@ -67,7 +67,7 @@ def rope_and_write_kv(
     Raises `ValueError` or `TypeError` for shapes, dtypes, or devices that do not fit, `Closed`, and `NothingCommitted`.
     """
     operands = operands_of(layer)
-    tokens = (k, v, slot_mapping, positions, cos_sin_cache, q_norm, k_norm, eps, norm_offset, is_neox)
+    tokens = (k, v, slot_mapping, positions, cos_sin_cache, q_norm, k_norm, float(eps), float(norm_offset), is_neox)
     call = RopeCall(q, None, *tokens) if q_out is None else RopeCall(q_out, q, *tokens)
     if isinstance(q, torch.Tensor) and q.is_cuda and eager(*call.tensors, operands.k_cache):
         _write_known(call, operands)
@@ -97,7 +97,7 @@ def rope_and_write_kv_reference(
 ) -> torch.Tensor:
     """`rope_and_write_kv` in plain torch, any device. It reads positions and slots on the host, so it synchronises."""
     operands = operands_of(layer)
-    tokens = (k, v, slot_mapping, positions, cos_sin_cache, q_norm, k_norm, eps, norm_offset, is_neox)
+    tokens = (k, v, slot_mapping, positions, cos_sin_cache, q_norm, k_norm, float(eps), float(norm_offset), is_neox)
     call = RopeCall(q, None, *tokens) if q_out is None else RopeCall(q_out, q, *tokens)
     _check(call, operands)
     _rotate_and_scatter(call, operands)
