@@ -29,7 +29,7 @@ class RopeCase:
     cos_dtype: torch.dtype = F32
     position_dtype: torch.dtype = torch.int64
     in_place: bool = True
-    special: tuple[str, ...] = ()  # FAR, or PAD (negative), put over the positions of tokens 0, 3, 6, ...
+    special: tuple[str, ...] = ()  # FAR, or PAD (negative), put over the positions of tokens 0, 2, 4, ...
 
     def __str__(self) -> str:
         return self.write.name
@@ -184,7 +184,7 @@ def make_rope(case: RopeCase, device: torch.device | str = "cpu", seed: int = 0)
     else:
         q = values(tokens, heads, dim)
     positions = torch.randint(0, MAX_POSITION, (tokens,), generator=random)
-    for i, token in enumerate(range(0, tokens, 3)):
+    for i, token in enumerate(range(0, tokens, 2)):
         if case.special:
             far = 2**40 + i if case.position_dtype == torch.int64 and i % 4 == 3 else MAX_POSITION + i
             positions[token] = {PAD: -1 - i, FAR: far}[case.special[i % len(case.special)]]
