@@ -234,6 +234,9 @@ def _rotate(
 
     turned_first = first * cos - second * sin
     turned_second = second * cos + first * sin
+    if IS_IN_PLACE:
+        # Several warps may hold one element of a small tile: none may read it after another has stored it.
+        tl.debug_barrier()
     if IS_NEOX:
         _store(target_ptr, lane, turned_first, is_written, HALF, HALF_LANES)
         _store(target_ptr + HALF, lane, turned_second, is_written, HALF, HALF_LANES)

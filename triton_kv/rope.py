@@ -54,7 +54,7 @@ def rope_and_write_kv(
             three dtypes; None leaves the norm out.
         eps: added to the mean of squares in both norms.
         norm_offset: added to the weights of both norms; 1.0 for Gemma's form.
-        q_out: like q, for the result; None rotates q in place. It must not overlap q otherwise.
+        q_out: like q, for the result; None (or q) rotates q in place. It must not overlap q otherwise.
 
     Returns `q_out`, or q. All arithmetic is float32, with one rounding at the end.
 
@@ -68,7 +68,7 @@ def rope_and_write_kv(
     """
     operands = operands_of(layer)
     tokens = (k, v, slot_mapping, positions, cos_sin_cache, q_norm, k_norm, float(eps), float(norm_offset), is_neox)
-    call = RopeCall(q, None, *tokens) if q_out is None else RopeCall(q_out, q, *tokens)
+    call = RopeCall(q, None, *tokens) if q_out is None or q_out is q else RopeCall(q_out, q, *tokens)
     if isinstance(q, torch.Tensor) and q.is_cuda and eager(*call.tensors, operands.k_cache):
         _write_known(call, operands)
         return call.q_out
@@ -98,7 +98,7 @@ def rope_and_write_kv_reference(
     """`rope_and_write_kv` in plain torch, any device. It reads positions and slots on the host, so it synchronises."""
     operands = operands_of(layer)
     tokens = (k, v, slot_mapping, positions, cos_sin_cache, q_norm, k_norm, float(eps), float(norm_offset), is_neox)
-    call = RopeCall(q, None, *tokens) if q_out is None else RopeCall(q_out, q, *tokens)
+    call = RopeCall(q, None, *tokens) if q_out is None or q_out is q else RopeCall(q_out, q, *tokens)
     _check(call, operands)
     _rotate_and_scatter(call, operands)
     return call.q_out

@@ -45,6 +45,15 @@ def test_its_inputs_stay_as_they_are(in_place):
     assert torch.equal(tensors.write.v, before[2])
 
 
+def test_q_as_its_own_output_is_in_place():
+    tensors = make_rope(NAMED["qwen3"])
+    expected = tensors.expected()
+    positional, named = tensors.arguments()
+    queries = rope_and_write_kv(*positional, **{**named, "q_out": tensors.q})
+    assert queries is tensors.q
+    assert_roped(tensors, queries, expected)
+
+
 def test_position_zero_is_the_plain_write():
     tensors, plain = (make_rope(NAMED["llama"]) for _ in range(2))
     q, cos_sin = tensors.q.clone(), torch.cat((torch.ones(1, 32), torch.zeros(1, 32)), dim=1)
