@@ -50,6 +50,7 @@ class WriteInputs:
                 torch.randn(shape, dtype=self.dtype, device=self.device, generator=generator) for _ in range(self.sets)
             ]
             first_v = case.num_query_heads + case.num_kv_heads
+            self.q = [qkv[:, : case.num_query_heads] for qkv in fused]
             self.k = [qkv[:, case.num_query_heads : first_v] for qkv in fused]
             self.v = [qkv[:, first_v:] for qkv in fused]
             self._fill_slots(random.Random(2))
@@ -99,27 +100,49 @@ class WriteInputs:
         }
         return {name: torch.tensor(ids, dtype=torch.int32, device=self.device) for name, ids in lists.items()}
 
+    @cached_property
+    def copied(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """As many bytes as one call moves, in one piece each: where a copy reads and where it writes."""
+        shape = (2, self.case.num_tokens, self.case.num_kv_heads, self.case.head_dim)
+        return [
+            (torch.stack((k, v)), torch.empty(shape, dtype=self.dtype, device=self.device))
+            for k, v in zip(self.k, self.v)
+        ]
+
     def poison(self, index: int) -> None:
         """Gives the layer its old content."""
         self.layers[index].k.fill_(OLD_K)
         self.layers[index].v.fill_(OLD_V)
+        if "copied" in vars(self):
+            self.copied[index][1].fill_(OLD_K)
 
     def verify(self, output: Any, index: int) -> float:
-        """Written slots hold the new rows bit by bit, all others the old content. Raises `WrongResultError`."""
-        case = self.case
-        block = torch.div(self.slot_mapping, case.block_size, rounding_mode="floor")
-        position = self.slot_mapping % case.block_size
-        untouched = torch.ones(case.num_blocks, case.block_size, dtype=torch.bool, device=self.device)
-        untouched[block, position] = False
-        for name, cache, new, old in (
-            ("K", self.layers[index].k, self.k[index], OLD_K),
-            ("V", self.layers[index].v, self.v[index], OLD_V),
-        ):
-            if not torch.equal(cache[block, position], new):
-                raise WrongResultError(f"{name}: a written slot does not hold its row")
-            if bool((cache[untouched] != old).any()):
-                raise WrongResultError(f"{name}: a slot that was not named has changed")
+        """Written slots hold the new rows bit by bit, all others the old content. Raises `WrongResultError`.
+
+        An output is that of a copy.
+        """
+        if output is not None:
+            if not torch.equal(output, self.copied[index][0]):
+                raise WrongResultError("the copy differs from its source")
+            return 0.0
+        self.require_rows("K", self.layers[index].k, self.k[index], OLD_K)
+        self.require_rows("V", self.layers[index].v, self.v[index], OLD_V)
         return 0.0
+
+    def written(self, cache: torch.Tensor) -> torch.Tensor:
+        """What the cache holds in this step's slots, in the tokens' order."""
+        block = torch.div(self.slot_mapping, self.case.block_size, rounding_mode="floor")
+        return cache[block, self.slot_mapping % self.case.block_size]
+
+    def require_rows(self, name: str, cache: torch.Tensor, new: torch.Tensor | None, old: float) -> None:
+        """Raises `WrongResultError` unless this step's slots hold `new` (None: anything), and all others `old`."""
+        case = self.case
+        if new is not None and not torch.equal(self.written(cache), new):
+            raise WrongResultError(f"{name}: a written slot does not hold its row")
+        untouched = torch.ones(case.num_blocks * case.block_size, dtype=torch.bool, device=self.device)
+        untouched[self.slot_mapping] = False
+        if bool((cache[untouched.view(case.num_blocks, case.block_size)] != old).any()):
+            raise WrongResultError(f"{name}: a slot that was not named has changed")
 
     def close(self) -> None:
         self.cache.close()

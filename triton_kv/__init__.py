@@ -52,6 +52,7 @@ from triton_kv.merging import merge_attention, merge_attention_reference
 from triton_kv.metadata import AttentionBuffers, AttentionMetadata
 from triton_kv.plan import AttentionPlan
 from triton_kv.ranks import agree
+from triton_kv.rope import rope_and_write_kv, rope_and_write_kv_reference
 from triton_kv.sizing import CacheCost, CacheShare, Plan, fit_blocks, fit_caches, plan_blocks
 from triton_kv.spec import AttentionSpec, BlockTensor, MambaSpec, MLASpec, StateSpec, StateTensor
 from triton_kv.stats import CacheStats
@@ -132,6 +133,8 @@ __all__ = [
     "paged_attention_reference",
     "plan_blocks",
     "probe",
+    "rope_and_write_kv",
+    "rope_and_write_kv_reference",
     "specs_from_config",
     "write_kv",
     "write_kv_reference",

@@ -15,6 +15,7 @@ from triton_kv.launch import Launch
 from triton_kv.layer import operands_of
 from triton_kv.prefill import prefill_launches
 from triton_kv.prefill_hopper import prepare_work_launch, takes_list
+from triton_kv.rope import RopeCall, rope_launch
 from triton_kv.scoring import Scoring
 from triton_kv.spec import AttentionSpec, positive_int
 from triton_kv.writing import write_launch
@@ -39,6 +40,10 @@ def compile_kernels(
     batch_invariant: bool = False,
     plan: bool = False,
     layer: int | str | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    is_neox: bool = True,
 ) -> int:
     """Compiles and loads the kernels that batches of up to `max_seqs` sequences and `max_tokens` tokens reach.
 
@@ -47,10 +52,11 @@ def compile_kernels(
     `paged_attention` with and without `query_start_loc`, over 16-byte aligned tensors in rows of whole heads. The
     keywords say what the calls will have: a table with `table_rows`, a plan (`AttentionPlan.prepare` is then compiled
     too), and `paged_attention`'s own. Layers that differ in them (alternating windows) need a call each; `layer` is one
-    of those that a call is for, by default the first that keeps K and V. Zeroing by `extend` and `zero_blocks`, and
-    `copy_blocks`, are covered too. The kernel behind `AttentionBuffers.fill` compiles at its first fill (or `dummy`).
-    Launches nothing and does not synchronise. Returns how many launches were compiled; on a CPU there is nothing to do
-    and it returns 0.
+    of those that a call is for, by default the first that keeps K and V. With a `cos_sin_cache`, `rope_and_write_kv`
+    over that tensor and those weights is covered too, in place and not, with int32 and int64 positions. Zeroing by
+    `extend` and `zero_blocks`, and `copy_blocks`, are covered too. The kernel behind `AttentionBuffers.fill` compiles
+    at its first fill (or `dummy`). Launches nothing and does not synchronise. Returns how many launches were compiled;
+    on a CPU there is nothing to do and it returns 0.
 
     Raises `ValueError` for a cache without K and V, sizes below 1 or heads that are no multiple of the KV heads, and
     what an op raises on a cache that is closed or has no block.
@@ -74,6 +80,7 @@ def compile_kernels(
             *calls.decodes(max_seqs, max_tokens, batch_invariant, plan),
             *calls.prefills(max_seqs, max_tokens, plan),
             *_writes(operands, num_query_heads, max_tokens),
+            *_ropes(operands, num_query_heads, max_tokens, cos_sin_cache, q_norm, k_norm, is_neox),
             *cache.zero_launches(),
             *cache.copy_launches(),
         ]
@@ -201,22 +208,66 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def _writes(operands: LayerOperands, num_query_heads: int, max_tokens: int) -> list[Launch]:
-    kv_heads = operands.num_kv_heads
-    row = num_query_heads * operands.head_dim + kv_heads * (operands.head_dim + operands.v_head_dim)
     launches = []
-    rows = (
-        (kv_heads * operands.head_dim, kv_heads * operands.v_head_dim),
-        (row, row),  # slices of a fused qkv tensor
-    )
     for num_tokens, slot_dtype in product({1, max_tokens}, (torch.int32, torch.int64)):
         slots = _meta(num_tokens, dtype=slot_dtype)
-        for k_row, v_row in rows:
-            shape = (num_tokens, kv_heads)
-            k = torch.empty_strided(
-                (*shape, operands.head_dim), (k_row, operands.head_dim, 1), dtype=operands.dtype, device="meta"
-            )
-            v = torch.empty_strided(
-                (*shape, operands.v_head_dim), (v_row, operands.v_head_dim, 1), dtype=operands.dtype, device="meta"
-            )
+        for is_fused in (False, True):
+            _, k, v = _rows(operands, num_query_heads, num_tokens, is_fused)
             launches.append(write_launch(k, v, operands, slots))
     return launches
+
+
+def _ropes(
+    operands: LayerOperands,
+    num_query_heads: int,
+    max_tokens: int,
+    cos_sin_cache: torch.Tensor | None,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    is_neox: bool,
+) -> list[Launch]:
+    if cos_sin_cache is None:
+        return []
+    launches = []
+    dtypes = (torch.int32, torch.int64)
+    for num_tokens, is_fused, in_place in product({1, max_tokens}, (False, True), (False, True)):
+        q, k, v = _rows(operands, num_query_heads, num_tokens, is_fused)
+        out = q if in_place else _rows(operands, num_query_heads, num_tokens, False)[0]
+        for slot_dtype, position_dtype in product(dtypes, dtypes):
+            slots, positions = _meta(num_tokens, dtype=slot_dtype), _meta(num_tokens, dtype=position_dtype)
+            call = RopeCall(
+                q_out=out,
+                q=None if in_place else q,
+                k=k,
+                v=v,
+                slot_mapping=slots,
+                positions=positions,
+                cos_sin_cache=cos_sin_cache,
+                q_norm=q_norm,
+                k_norm=k_norm,
+                eps=1e-6,
+                norm_offset=0.0,
+                is_neox=is_neox,
+            )
+            launches.append(rope_launch(call, operands, hardware_of(operands.device)))
+    return launches
+
+
+def _rows(
+    operands: LayerOperands, num_query_heads: int, num_tokens: int, is_fused: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v: rows of their own, or slices of one fused qkv tensor."""
+    kv_heads = operands.num_kv_heads
+    shapes = [
+        (num_tokens, num_query_heads, operands.head_dim),
+        (num_tokens, kv_heads, operands.head_dim),
+        (num_tokens, kv_heads, operands.v_head_dim),
+    ]
+    fused = sum(heads * dim for _, heads, dim in shapes)
+    q, k, v = (
+        torch.empty_strided(
+            (tokens, heads, dim), (fused if is_fused else heads * dim, dim, 1), dtype=operands.dtype, device="meta"
+        )
+        for tokens, heads, dim in shapes
+    )
+    return q, k, v

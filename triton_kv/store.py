@@ -57,16 +57,20 @@ ERROR_KINDS = {
     2: "slot written",
     3: "block copied",
     4: "block zeroed",
+    5: "position of a token written",
 }
 
 
 class CheckReport(NamedTuple):
-    """What kernels met outside the watermark since the cache was reserved (or since the last reset)."""
+    """What kernels met outside the watermark since the cache was reserved (or since the last reset).
+
+    Positions outside a cos/sin cache (`rope_and_write_kv`) count too.
+    """
 
     num_errors: int  # accesses masked (reads) or dropped (writes)
     kind: str  # of the first one
     row: int  # its row of the block table (reads), its token (writes), its place in the list (copies, zeroing)
-    value: int  # the block id or slot
+    value: int  # the block id, slot or position
 
     @property
     def ok(self) -> bool:

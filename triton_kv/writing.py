@@ -14,7 +14,8 @@ from triton_kv.launch import Launch, eager, interpreted, register
 from triton_kv.launch_cache import LaunchCache, described
 from triton_kv.layer import WRITTEN_OPERANDS_SCHEMA, LayerCache, LayerOperands, operands_of
 
-_SLOT_WRITTEN = 2  # the control block's kind of a slot at or past the bound
+# The control block's kinds: a slot at or past the bound, and a position outside the cos/sin cache.
+_SLOT_WRITTEN, _POSITION = 2, 5
 _INT32_MAX = 2**31 - 1
 
 
@@ -49,7 +50,7 @@ def write_kv(
     if isinstance(k, torch.Tensor) and k.is_cuda and eager(k, v, slot_mapping, operands.k_cache):
         _write_known(k, v, operands, slot_mapping)
         return
-    _check(k, v, operands, slot_mapping)
+    check_rows(k, v, operands, slot_mapping)
     write = _write if eager(k, v, slot_mapping, operands.k_cache) else _OP
     write(k, v, slot_mapping, *operands)
 
@@ -69,7 +70,7 @@ def _write_known(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot
         operands[4:],
     )
     if not _CALLS.knows(key):
-        _check(k, v, operands, slot_mapping)
+        check_rows(k, v, operands, slot_mapping)
     if k.shape[0] == 0:
         return
     v_cache = operands.k_cache if operands.v_cache is None else operands.v_cache
@@ -85,8 +86,8 @@ def write_kv_reference(
 ) -> None:
     """`write_kv` in plain torch, any device. It reads the bound and the slots on the host, so it synchronises."""
     operands = operands_of(layer)
-    _check(k, v, operands, slot_mapping)
-    _scatter(k, v, operands, slot_mapping)
+    check_rows(k, v, operands, slot_mapping)
+    scatter(k, v, operands, slot_mapping)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,8 @@ def write_launch(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot
     )
 
 
-def _check(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot_mapping: torch.Tensor) -> None:
+def check_rows(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot_mapping: torch.Tensor) -> None:
+    """Raises `ValueError` or `TypeError` unless rows of K and V fit the cache, and their slots the rows."""
     heads = operands.num_kv_heads
     for name, tensor in (("k", k), ("v", v), ("slot_mapping", slot_mapping)):
         if not isinstance(tensor, torch.Tensor):
@@ -177,7 +179,7 @@ def _check(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot_mappi
             )
         if tensor.dtype != operands.dtype:
             raise TypeError(
-                f"{name} is {tensor.dtype}, but the cache holds {operands.dtype}: cast it first, write_kv copies bits"
+                f"{name} is {tensor.dtype}, but the cache holds {operands.dtype}: cast it first, a write casts nothing"
             )
         if tensor.device != operands.device:
             raise ValueError(f"{name} is on {tensor.device}, but the cache is on {operands.device}")
@@ -205,17 +207,28 @@ def _write(k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, *layer:
         return
     operands = LayerOperands(*layer)
     if k.device.type == "cpu" and not interpreted(write_kernel):
-        _scatter(k, v, operands, slot_mapping)
+        scatter(k, v, operands, slot_mapping)
     else:
         write_launch(k, v, operands, slot_mapping).run(k.device)
 
 
 @torch.no_grad()
-def _scatter(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot_mapping: torch.Tensor) -> None:
+def scatter(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    operands: LayerOperands,
+    slot_mapping: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    max_position: int = 0,
+) -> None:
+    """Rows of K and V into their slots, in plain torch. With `positions`, those outside `max_position` drop theirs."""
     control = operands.control
     bound = operands.num_blocks if control is None else int(control[0])
     slots = slot_mapping.long()
-    bad = slots >= bound * operands.block_size
+    past = slots >= bound * operands.block_size
+    bad = past
+    if positions is not None:
+        bad = past | ((slots >= 0) & ((positions < 0) | (positions >= max_position)))
     kept = (slots >= 0) & ~bad
     if not bool(kept.all()):
         if control is not None and bool(bad.any()):
@@ -223,7 +236,11 @@ def _scatter(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot_map
             control[1] += rows.numel()
             if int(control[2]) == 0:
                 row = int(rows[0])
-                first = [_SLOT_WRITTEN, row, min(int(slots[row]), _INT32_MAX)]
+                if bool(past[row]) or positions is None:
+                    kind, value = _SLOT_WRITTEN, int(slots[row])
+                else:
+                    kind, value = _POSITION, int(positions[row])
+                first = [kind, row, max(min(value, _INT32_MAX), -_INT32_MAX - 1)]
                 control[2:5] = torch.tensor(first, dtype=torch.int32, device=control.device)
         slots, k, v = slots[kept], k[kept], v[kept]
     block, position = slots // operands.block_size, slots % operands.block_size
@@ -238,4 +255,12 @@ _OP = register(
     _write,
 )
 
-__all__ = ["WriteChoice", "choose_write", "write_kv", "write_kv_reference", "write_launch"]
+__all__ = [
+    "WriteChoice",
+    "check_rows",
+    "choose_write",
+    "scatter",
+    "write_kv",
+    "write_kv_reference",
+    "write_launch",
+]
