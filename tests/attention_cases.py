@@ -52,6 +52,7 @@ class AttentionCase:
     softcap: float = 0.0
     sinks: bool = False
     alibi: bool = False
+    tree: str = ""  # "branches": a random tree; "bits": any bits, of later tokens too, or none
     batch_invariant: bool = False
 
     def __str__(self) -> str:
@@ -158,6 +159,7 @@ DECODE_CASES = (
     decode("sinks_one_long", 500, num_kv_heads=1, sinks=True),
     decode("alibi", 300, 33, 0, alibi=True),
     decode("everything", 300, 33, 0, window=100, softcap=5.0, sinks=True, alibi=True),
+    decode("tree", 70, 1, 0, 33, tree="bits"),
     decode("invariant", 5000, 33, 0, 2048, 2049, batch_invariant=True, num_kv_heads=1, head_dim=16, v_head_dim=16),
     decode("invariant_sinks", 4500, 70, batch_invariant=True, sinks=True, num_kv_heads=1, head_dim=16, v_head_dim=16),
     decode(
@@ -230,6 +232,31 @@ VARLEN_CASES = (
     varlen("alibi", (40, 70), (33, 33), alibi=True, group=3),
     varlen("everything", (40, 300), (33, 33), window=100, softcap=5.0, sinks=True, alibi=True),
     varlen("dim_512", (20, 40), head_dim=512, v_head_dim=512, num_kv_heads=1),
+    # Tree masks: on the decode kernels, on the prefill kernel, and mixed with sequences of one token.
+    varlen("tree_few", (7, 300), (4, 50), (1, 33), (0, 20), (3, 3), (7, 2), tree="branches", num_sms=16),
+    varlen("tree_16", (16, 200), (2, 16), (9, 30), tree="branches", padding_tokens=3),
+    varlen("tree_bits_few", (5, 70), (16, 40), (1, 9), tree="bits"),
+    varlen("tree_few_group_7", (4, 200), (2, 16), (3, 30), group=7, num_kv_heads=1, tree="bits"),
+    varlen("tree_few_window", (7, 300), (4, 50), (1, 33), window=40, tree="branches", num_sms=16),
+    varlen("tree_few_window_3", (16, 90), (9, 30), window=3, tree="bits"),
+    varlen("tree_few_everything", (7, 300), (3, 50), window=90, softcap=5.0, sinks=True, tree="bits", num_sms=16),
+    varlen("tree_few_over", (4, 70), (2, 33), bad_entries=((0, 1, OVER), (0, 4, OVER), (1, 0, OVER)), tree="bits"),
+    varlen(
+        *("tree_few_invariant", (4, 4200), (2, 60)),
+        batch_invariant=True,
+        num_kv_heads=1,
+        head_dim=16,
+        v_head_dim=16,
+        tree="branches",
+    ),
+    varlen("tree", (26, 90), (33, 33), (1, 70), (17, 5), (0, 9), tree="branches", padding_tokens=5),
+    varlen("tree_64", (64, 150), (40, 40), tree="branches", dtype=F16),
+    varlen("tree_bits", (64, 70), (63, 200), (32, 40), (0, 0), tree="bits", group=3),
+    varlen("tree_block_12", (40, 100), (3, 12), block_size=12, tree="bits"),
+    varlen("tree_window", (40, 300), (33, 33), (3, 90), (20, 5), window=40, tree="branches"),
+    varlen("tree_window_5", (64, 100), (20, 30), window=5, tree="bits"),
+    varlen("tree_over_watermark", (40, 70), (5, 33), (0, 20), bad_entries=((0, 1, OVER), (0, 4, OVER)), tree="bits"),
+    varlen("tree_everything", (40, 300), (33, 33), window=100, softcap=5.0, sinks=True, tree="bits"),
 )
 
 
@@ -278,6 +305,11 @@ class AttentionTensors:
             for i in range(num_queries):
                 position = length - num_queries + i
                 seen = [j for j in usable if not case.causal or j <= position]
+                if case.tree:
+                    context, word = length - num_queries, int(self.arguments["tree_mask"][token])
+                    chosen = [context + j for j in range(num_queries) if word >> j & 1]
+                    seen = [j for j in usable if j < context or j in chosen]
+                    position = context + max(len(chosen) - 1, 0)
                 seen = [j for j in seen if case.window is None or j > position - case.window]
                 if seen:
                     for head in range(case.num_query_heads):
@@ -346,7 +378,28 @@ def make_tensors(case: AttentionCase, device: torch.device | str = "cpu", seed: 
     heads = case.num_query_heads
     arguments["sinks"] = torch.randn(heads, generator=random).to(device) if case.sinks else None
     arguments["alibi_slopes"] = torch.rand(heads, generator=random).to(device) * 0.2 if case.alibi else None
+    arguments["tree_mask"] = tree_words(case, random).to(device) if case.tree else None
     return AttentionTensors(case, qkv.to(device)[:, :heads], layer, metadata, arguments, keys, values, bad)
+
+
+def tree_words(case: AttentionCase, random: torch.Generator) -> torch.Tensor:
+    """int64 [num_tokens]: a word a query token, with any bits past its sequence's tokens, and any words of padding."""
+    words = torch.randint(-(2**63), 2**63 - 1, (case.num_tokens,), generator=random)
+    token = 0
+    for num_queries in case.query_lens:
+        present = (1 << num_queries) - 1
+        branches: list[int] = []  # of each token: its own bit and its ancestors'
+        for i in range(num_queries):
+            parent = int(torch.randint(-1, i, (), generator=random)) if i else -1
+            branches.append((branches[parent] if parent >= 0 else 0) | 1 << i)
+            word = int(words[token + i])
+            if case.tree == "branches":
+                word = word & ~present | branches[i]
+            elif i % 5 == 3:
+                word &= ~present  # sees the context alone
+            words[token + i] = word - (1 << 64) if word >= 1 << 63 else word
+        token += num_queries
+    return words
 
 
 def _poisoned_cache(

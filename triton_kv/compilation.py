@@ -15,7 +15,7 @@ from triton_kv.launch import Launch
 from triton_kv.layer import operands_of
 from triton_kv.prefill import prefill_launches
 from triton_kv.prefill_hopper import prepare_work_launch, takes_list
-from triton_kv.scoring import Scoring
+from triton_kv.scoring import MAX_TREE_TOKENS, Scoring
 from triton_kv.spec import AttentionSpec, positive_int
 from triton_kv.writing import write_launch
 
@@ -36,6 +36,7 @@ def compile_kernels(
     softcap: float = 0.0,
     sinks: bool = False,
     alibi: bool = False,
+    tree_mask: bool = False,
     batch_invariant: bool = False,
     plan: bool = False,
     layer: int | str | None = None,
@@ -46,7 +47,8 @@ def compile_kernels(
     Covers `write_kv` (rows of their own, and slices of one fused qkv tensor; int32 and int64 slots) and causal
     `paged_attention` with and without `query_start_loc`, over 16-byte aligned tensors in rows of whole heads. The
     keywords say what the calls will have: a table with `table_rows`, a plan (`AttentionPlan.prepare` is then compiled
-    too), and `paged_attention`'s own. Layers that differ in them (alternating windows) need a call each; `layer` is one
+    too), and `paged_attention`'s own. Layers that differ in them (alternating windows) need a call each, and so do steps
+    with and without a `tree_mask`; `layer` is one
     of those that a call is for, by default the first that keeps K and V. Zeroing by `extend` and `zero_blocks`, and
     `copy_blocks`, are covered too. The kernel behind `AttentionBuffers.fill` compiles at its first fill (or `dummy`).
     Launches nothing and does not synchronise. Returns how many launches were compiled; on a CPU there is nothing to do
@@ -68,7 +70,7 @@ def compile_kernels(
         )
     if cache.device.type != "cuda":
         return 0
-    calls = _Calls(operands, num_query_heads, return_lse, table_rows, window or 0, softcap, sinks, alibi)
+    calls = _Calls(operands, num_query_heads, return_lse, table_rows, window or 0, softcap, sinks, alibi, tree_mask)
     with torch.cuda.device(cache.device):
         launches = [
             *calls.decodes(max_seqs, max_tokens, batch_invariant, plan),
@@ -94,6 +96,7 @@ class _Calls:
     softcap: float
     sinks: bool
     alibi: bool
+    tree_mask: bool = False
 
     def decodes(self, max_seqs: int, max_tokens: int, batch_invariant: bool, plan: bool) -> list[Launch]:
         operands, hardware = self.operands, hardware_of(self.operands.device)
@@ -136,6 +139,8 @@ class _Calls:
             for n in range(1, min(max_tokens, 128 * group + 1) + 1)
         }
         query_lens = {*range(1, min(max_tokens, 128) + 1), *packings.values(), max_tokens}
+        if self.tree_mask:
+            query_lens = {query_len for query_len in query_lens if query_len <= MAX_TREE_TOKENS}
         edges = (1, 15, 16, 31, 32, 63, 64, 127, 255, 256, 1023, 1024)
         for num_seqs in {*(n for n in edges if n <= max_seqs), max_seqs}:
             for query_len in query_lens:
@@ -192,6 +197,7 @@ class _Calls:
             softcap=self.softcap,
             sinks=_meta(self.num_query_heads, dtype=self.operands.dtype) if self.sinks else None,
             alibi_slopes=_meta(self.num_query_heads) if self.alibi else None,
+            tree_mask=_meta(self.num_query_heads, dtype=torch.int64) if self.tree_mask else None,
         )
 
 
