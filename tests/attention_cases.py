@@ -392,12 +392,12 @@ def tree_words(case: AttentionCase, random: torch.Generator) -> torch.Tensor:
         for i in range(num_queries):
             parent = int(torch.randint(-1, i, (), generator=random)) if i else -1
             branches.append((branches[parent] if parent >= 0 else 0) | 1 << i)
-            word = int(words[token + i])
+            word = int(words[token + i]) % (1 << 64)
             if case.tree == "branches":
-                word = word & ~present | branches[i]
+                word = (word & ~present) | branches[i]
             elif i % 5 == 3:
                 word &= ~present  # sees the context alone
-            words[token + i] = word - (1 << 64) if word >= 1 << 63 else word
+            words[token + i] = word - (1 << 64) if word >> 63 else word
         token += num_queries
     return words
 
