@@ -56,8 +56,7 @@ def seen_in_tree(words, ordinal):
     """
     BITS: tl.constexpr = words.dtype.primitive_bitwidth
     place = tl.minimum(tl.maximum(ordinal, 0), BITS - 1).to(words.dtype)
-    bit = tl.where((ordinal >= 0) & (ordinal < BITS), tl.full(ordinal.shape, 1, words.dtype) << place, 0)
-    return (ordinal < 0)[None, :] | ((words[:, None] & bit[None, :]) != 0)
+    return (ordinal < 0)[None, :] | (((words[:, None] >> place[None, :]) & 1) != 0)
 
 
 @triton.jit

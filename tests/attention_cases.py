@@ -73,6 +73,13 @@ class AttentionCase:
         return max(self.lengths[sequence] - self.query_lens[sequence] - self.window + 1, 0)
 
     @property
+    def decodes(self) -> bool:
+        """Whether its batch goes to the decode kernels unless another is forced."""
+        nothing = torch.empty(0)
+        starts = None if self.queries is None else nothing
+        return decodes(Batch(nothing, nothing, starts, None, max((1, *self.query_lens))), self.group)
+
+    @property
     def num_query_heads(self) -> int:
         return self.num_kv_heads * self.group
 
@@ -122,6 +129,7 @@ DECODE_CASES = (
     decode("dim_120", 40, 9, head_dim=120, v_head_dim=120, num_kv_heads=1),
     decode("dim_192", 40, 9, head_dim=192, v_head_dim=192, num_kv_heads=1),
     decode("dim_256", 40, 9, head_dim=256, v_head_dim=256, num_kv_heads=1),
+    decode("dim_192_128", 40, 9, head_dim=192, v_head_dim=128, num_kv_heads=1, layout="LBTNHD"),
     decode("v_dim_differs", 70, 9, head_dim=48, v_head_dim=16, layout="LBTNHD"),
     decode("kv_in_block", 70, 9, layout="LBTNHD"),
     decode("head_before_token", 70, 9, layout="LBTHND"),
@@ -178,6 +186,8 @@ VARLEN_CASES = (
     varlen("fresh", (40, 40), (7, 7)),
     varlen("context", (5, 70), (20, 90)),
     varlen("mixed", (1, 70), (33, 33), (1, 5), (9, 60)),
+    varlen("mixed_speculative", (1, 70), (4, 90), (40, 77), (1, 16), (4, 4), (18, 18), (3, 50)),
+    varlen("chunks_at_any_offset", (20, 37), (17, 33), (18, 34), (30, 31), (33, 96), (64, 65), (19, 31)),
     varlen("empty_sequences", (0, 0), (9, 20), (0, 50), (3, 0), (2, 1), (0, 0)),
     varlen("padding_tokens", (9, 20), (3, 3), padding_tokens=5),
     varlen("padding_only", (0, 0), padding_tokens=4),
@@ -191,11 +201,18 @@ VARLEN_CASES = (
     varlen("group_71", (3, 50), group=71, num_kv_heads=1, head_dim=16, v_head_dim=16, dtype=F16),
     varlen("few_queries", (4, 50), (2, 2), (1, 30), group=4, num_kv_heads=1),
     varlen("block_1", (9, 20), block_size=1),
+    varlen("block_2", (30, 41), (3, 3), block_size=2, num_kv_heads=1),
     varlen("block_12", (9, 100), (3, 12), block_size=12),
     varlen("block_48", (9, 100), (3, 12), block_size=48),
     varlen("block_64", (9, 200), (3, 64), block_size=64),
+    varlen("block_256", (20, 300), (3, 7), block_size=256, num_kv_heads=1),
+    varlen("block_544", (20, 600), (3, 7), block_size=544, num_kv_heads=1),
     varlen("dim_80", (9, 70), head_dim=80, v_head_dim=80, num_kv_heads=1),
     varlen("dim_96_f16", (9, 70), head_dim=96, v_head_dim=96, num_kv_heads=1, dtype=F16),
+    varlen("dim_112", (20, 70), head_dim=112, v_head_dim=112, num_kv_heads=1),
+    varlen("dim_120", (9, 40), head_dim=120, v_head_dim=120, num_kv_heads=1),
+    varlen("dim_192", (20, 40), head_dim=192, v_head_dim=192, num_kv_heads=1),
+    varlen("dim_192_128", (20, 40), (3, 9), head_dim=192, v_head_dim=128, num_kv_heads=1, layout="LBTNHD"),
     varlen("dim_256", (9, 40), head_dim=256, v_head_dim=256, num_kv_heads=1),
     varlen("v_dim_differs", (9, 70), head_dim=48, v_head_dim=16, layout="LBTNHD"),
     varlen("kv_interleaved", (9, 70), layout="LBNHTD"),
@@ -228,6 +245,7 @@ VARLEN_CASES = (
     varlen("window_shorter_than_queries", (40, 30), (33, 33), window=20),
     varlen("window_over_watermark", (40, 300), window=50, bad_entries=((0, 1, OVER), (0, 14, OVER), (0, 18, OVER))),
     varlen("softcap", (40, 70), (3, 9), softcap=3.0),
+    varlen("softcap_f16", (40, 70), softcap=30.0, dtype=F16, scale=200.0),
     varlen("sinks", (40, 70), (33, 33), (3, 0), sinks=True),
     varlen("alibi", (40, 70), (33, 33), alibi=True, group=3),
     varlen("everything", (40, 300), (33, 33), window=100, softcap=5.0, sinks=True, alibi=True),
@@ -258,6 +276,9 @@ VARLEN_CASES = (
     varlen("tree_over_watermark", (40, 70), (5, 33), (0, 20), bad_entries=((0, 1, OVER), (0, 4, OVER)), tree="bits"),
     varlen("tree_everything", (40, 300), (33, 33), window=100, softcap=5.0, sinks=True, tree="bits"),
 )
+
+# What few query tokens keep away from the prefill kernel, for tests that force it.
+FORCED_CASES = tuple(case for case in VARLEN_CASES if case.decodes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -402,6 +423,12 @@ def tree_words(case: AttentionCase, random: torch.Generator) -> torch.Tensor:
     return words
 
 
+def chain_words(case: AttentionCase) -> torch.Tensor:
+    """The causal mask as a tree mask: each token sees the query tokens before it, and itself."""
+    words = [(2 << i) - 1 for num_queries in case.query_lens for i in range(num_queries)] + [0] * case.padding_tokens
+    return torch.tensor([word - (1 << 64) if word >> 63 else word for word in words], dtype=torch.int64)
+
+
 def _poisoned_cache(
     case: AttentionCase, device: torch.device | str
 ) -> tuple[torch.Tensor, torch.Tensor, LayerCache | tuple[torch.Tensor, torch.Tensor]]:
@@ -456,7 +483,7 @@ class AttentionShape:
     dtype: torch.dtype
     has_control: bool = True
     has_lse: bool = False
-    has_variants: bool = False  # also with window, soft cap, sinks, ALiBi and batch invariance
+    has_variants: bool = False  # also with window, soft cap, sinks, ALiBi, tree masks and batch invariance
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -533,7 +560,8 @@ def shape_launches(shape: AttentionShape, hardware: Hardware, *, every: bool = T
 
     def keep(name: str, launch: Launch) -> None:
         constants = tuple(sorted((k, v) for k, v in launch.arguments.items() if k.isupper()))
-        key = (launch.kernel.__name__, constants, launch.num_warps, launch.num_stages)
+        has_tree = launch.arguments.get("tree_mask_ptr") is not None
+        key = (launch.kernel.__name__, constants, launch.num_warps, launch.num_stages, has_tree)
         if key not in seen:
             seen.add(key)
             launches[name] = replace(launch)
@@ -549,6 +577,8 @@ def shape_launches(shape: AttentionShape, hardware: Hardware, *, every: bool = T
         starts = None if queries is None else words(num_seqs + 1)
         batch = Batch(words(num_seqs, 512), words(num_seqs), starts, None, queries or 1)
         invariant = fields.pop("batch_invariant", False)
+        if fields.pop("tree", False):
+            fields["tree_mask"] = torch.empty(num_tokens, dtype=torch.int64, **meta)
         scoring = Scoring(**{**PLAIN_SCORING, **fields})
         if decodes(batch, shape.group):
             pair = decode_launches(q, operands, batch, out, lse, scoring, hardware=hardware, batch_invariant=invariant)
@@ -570,6 +600,10 @@ def shape_launches(shape: AttentionShape, hardware: Hardware, *, every: bool = T
         for queries, suffix in ((None, ""), (4, "-4"), (512, "-512")):
             add(f"everything{suffix}", 16, queries, **everything)
             add(f"window{suffix}", 16, queries, window=1000)
+        for queries in (None, 4, 16, 64):
+            suffix = "" if queries is None else f"-{queries}"
+            add(f"tree{suffix}", 16, queries, tree=True)
+            add(f"tree_window{suffix}", 16, queries, tree=True, window=1000, softcap=30.0, sinks=sinks)
         add("invariant", 16, None, batch_invariant=True)
         add("invariant-4", 16, 4, batch_invariant=True)
     return launches

@@ -66,10 +66,11 @@ def paged_attention(
         sinks: `[num_query_heads]` floating point: a further score in each row's softmax that has no value.
         alibi_slopes: `[num_query_heads]` floating point: slope * (key position - query position) is added to a score.
         tree_mask: int64 `[num_tokens]`, in place of the causal mask: bit j of a token's word says whether it sees the
-            j-th query token of its sequence (its own bit too). The context before them is seen by all. At most 64 query
-            tokens a sequence, all with keys and values that are numbers, seen or not; bits past them mean nothing.
-            It is read when the kernels run, so a captured call follows what is written there later. With `window` a token's position is that of its depth:
-            context + the number of query tokens that it sees - 1. Not with `alibi_slopes`.
+            j-th query token of its sequence (itself included). The context before them is seen by all. At most 64
+            query tokens a sequence, all with keys and values that are numbers, seen or not; bits past them mean
+            nothing. It is read when the kernels run, so a captured call follows what is written there later. With
+            `window` a token's position is its depth: context + the number of query tokens that it sees - 1. Not with
+            `alibi_slopes`.
         out: `[num_tokens, num_query_heads, v_head_dim]` of q's dtype, channels contiguous; `None` allocates it.
         return_lse: also return the natural log of the softmax denominator, the sink's share in it.
         batch_invariant: a row's bits do not depend on its neighbours, the batch size, padding or block ids.
@@ -93,9 +94,10 @@ def paged_attention(
     schedulers, without their plan step); prefill is FlashAttention-2 with the heads of a group packed into rows.
     """
     operands = operands_of(layer)
+    tensors = (sinks, alibi_slopes, tree_mask)
     key = None
     if isinstance(q, torch.Tensor) and q.is_cuda and eager(q, out, operands.k_cache, metadata.block_table):
-        key = _call_key(q, operands, metadata, scale, causal, window, softcap, sinks, alibi_slopes, tree_mask, out, return_lse)
+        key = _call_key(q, operands, metadata, scale, causal, window, softcap, tensors, out, return_lse)
         lists = plan is not None and plan.max_tokens is not None
         key = (*key, plan is None, lists, batch_invariant, forced_prefill_kernel())
     if key is None or not _CALLS.knows(key):
@@ -125,7 +127,7 @@ def paged_attention(
     if plan is not None:
         workspace = plan.workspace_for(q, operands, metadata, window or 0, causal, batch_invariant)
     if key is not None and q.shape[0]:
-        _launch_known(key, q, operands, batch, out, lse, scoring, (sinks, alibi_slopes, tree_mask), batch_invariant, workspace)
+        _launch_known(key, q, operands, batch, out, lse, scoring, tensors, batch_invariant, workspace)
     else:
         attend = _attend if eager(q, out, operands.k_cache, metadata.block_table) else _OP
         partials, chunks = (None, None) if workspace is None else workspace
@@ -163,9 +165,7 @@ def _call_key(
     causal: bool,
     window: int | None,
     softcap: float,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    tree_mask: torch.Tensor | None,
+    scoring_tensors: tuple[torch.Tensor | None, ...],
     out: torch.Tensor | None,
     return_lse: bool,
 ) -> tuple[Hashable, ...]:
@@ -178,9 +178,7 @@ def _call_key(
         q.device,
         q.data_ptr() % 16,
         described(out),
-        described(sinks),
-        described(alibi_slopes),
-        described(tree_mask),
+        *(described(tensor) for tensor in scoring_tensors),
         return_lse,
         scale,
         causal,
@@ -450,8 +448,7 @@ def _attend_plainly(
         distance = keys - positions[:, None]  # [num_queries, keys]
         if scoring.tree_mask is not None:
             ordinals = keys - (length - num_queries)
-            known = ordinals < MAX_TREE_TOKENS
-            hidden = (ordinals >= 0) & ~(known & sees[:, ordinals.clamp(0, MAX_TREE_TOKENS - 1)])
+            hidden = (ordinals >= 0) & ~sees[:, ordinals.clamp(0, MAX_TREE_TOKENS - 1)]
         elif scoring.causal:
             hidden = distance > 0
         else:

@@ -47,12 +47,11 @@ def compile_kernels(
     Covers `write_kv` (rows of their own, and slices of one fused qkv tensor; int32 and int64 slots) and causal
     `paged_attention` with and without `query_start_loc`, over 16-byte aligned tensors in rows of whole heads. The
     keywords say what the calls will have: a table with `table_rows`, a plan (`AttentionPlan.prepare` is then compiled
-    too), and `paged_attention`'s own. Layers that differ in them (alternating windows) need a call each, and so do steps
-    with and without a `tree_mask`; `layer` is one
-    of those that a call is for, by default the first that keeps K and V. Zeroing by `extend` and `zero_blocks`, and
-    `copy_blocks`, are covered too. The kernel behind `AttentionBuffers.fill` compiles at its first fill (or `dummy`).
-    Launches nothing and does not synchronise. Returns how many launches were compiled; on a CPU there is nothing to do
-    and it returns 0.
+    too), and `paged_attention`'s own. Layers that differ in them (alternating windows) need a call each, and so do
+    steps with and without a `tree_mask`; `layer` is one of those that a call is for, by default the first that keeps K
+    and V. Zeroing by `extend` and `zero_blocks`, and `copy_blocks`, are covered too. The kernel behind
+    `AttentionBuffers.fill` compiles at its first fill (or `dummy`). Launches nothing and does not synchronise. Returns
+    how many launches were compiled; on a CPU there is nothing to do and it returns 0.
 
     Raises `ValueError` for a cache without K and V, sizes below 1 or heads that are no multiple of the KV heads, and
     what an op raises on a cache that is closed or has no block.

@@ -100,7 +100,7 @@ def _check_tree_mask(tree_mask: torch.Tensor, num_tokens: int, max_query_len: in
     if not isinstance(tree_mask, torch.Tensor):
         raise TypeError(f"tree_mask must be a tensor, not {type(tree_mask).__name__}")
     if tree_mask.dtype != torch.int64:
-        raise TypeError(f"tree_mask must be int64, bit j for the j-th query token of the sequence, got {tree_mask.dtype}")
+        raise TypeError(f"tree_mask must be int64 (bit j: the sequence's j-th query token), got {tree_mask.dtype}")
     if tree_mask.shape != (num_tokens,):
         raise ValueError(f"tree_mask must be [num_tokens] = [{num_tokens}], got {list(tree_mask.shape)}")
     if tree_mask.device != device:
