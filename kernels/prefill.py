@@ -284,7 +284,10 @@ def prefill_kernel(
         first_seen = tl.maximum(first_query - WINDOW + 1, 0)
         start = first_seen // TILE * TILE
         whole_start = (tl.maximum(last_query - WINDOW + 1, 0) + TILE - 1) // TILE * TILE
-        whole_start = tl.minimum(whole_start, (tl.maximum(end, 0) + TILE - 1) // TILE * TILE)
+        if tree_mask_ptr is not None:
+            whole_start = tl.minimum(whole_start, whole_end)  # what is in front of it sees all of the query tokens
+        else:
+            whole_start = tl.minimum(whole_start, (tl.maximum(end, 0) + TILE - 1) // TILE * TILE)
         whole_end = tl.maximum(whole_end, whole_start)
 
     slope = tl.zeros([ROWS], tl.float32)
@@ -335,7 +338,7 @@ def prefill_kernel(
             WINDOW,
             SOFTCAP_LOG2,
             alibi_slopes_ptr is not None,
-            tree_mask_ptr is not None,
+            tree_mask_ptr is not None and part == 2,
             TILE,
             K_LANES,
             V_LANES,
