@@ -255,9 +255,9 @@ VARLEN_CASES = (
     varlen("tree_16", (16, 200), (2, 16), (9, 30), tree="branches", padding_tokens=3),
     varlen("tree_bits_few", (5, 70), (16, 40), (1, 9), tree="bits"),
     varlen("tree_few_group_7", (4, 200), (2, 16), (3, 30), group=7, num_kv_heads=1, tree="bits"),
-    varlen("tree_few_window", (7, 300), (4, 50), (1, 33), window=40, tree="branches", num_sms=16),
+    varlen("tree_few_window", (7, 300), (4, 50), (1, 33), window=40, tree="branches", num_sms=8),
     varlen("tree_few_window_3", (16, 90), (9, 30), window=3, tree="bits"),
-    varlen("tree_few_everything", (7, 300), (3, 50), window=90, softcap=5.0, sinks=True, tree="bits", num_sms=16),
+    varlen("tree_few_everything", (7, 300), (3, 50), window=90, softcap=5.0, sinks=True, tree="bits", num_sms=8),
     varlen("tree_few_over", (4, 70), (2, 33), bad_entries=((0, 1, OVER), (0, 4, OVER), (1, 0, OVER)), tree="bits"),
     varlen(
         *("tree_few_invariant", (4, 4200), (2, 60)),

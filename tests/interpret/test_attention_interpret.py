@@ -45,7 +45,7 @@ def test_the_prefill_kernel_takes_few_query_tokens(case, monkeypatch):
         assert_attention(*attend(case, monkeypatch))
 
 
-CHAINS = {"context", "window", "window_1", "sinks", "speculative", "speculative_window"}
+CHAINS = {"context", "window", "window_1", "speculative_window"}
 
 
 @pytest.mark.parametrize("case", [case for case in VARLEN_CASES if case.name in CHAINS], ids=str)
