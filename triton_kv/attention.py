@@ -94,10 +94,10 @@ def paged_attention(
     schedulers, without their plan step); prefill is FlashAttention-2 with the heads of a group packed into rows.
     """
     operands = operands_of(layer)
-    tensors = (sinks, alibi_slopes, tree_mask)
+    scoring_tensors = (sinks, alibi_slopes, tree_mask)
     key = None
     if isinstance(q, torch.Tensor) and q.is_cuda and eager(q, out, operands.k_cache, metadata.block_table):
-        key = _call_key(q, operands, metadata, scale, causal, window, softcap, tensors, out, return_lse)
+        key = _call_key(q, operands, metadata, scale, causal, window, softcap, scoring_tensors, out, return_lse)
         lists = plan is not None and plan.max_tokens is not None
         key = (*key, plan is None, lists, batch_invariant, forced_prefill_kernel())
     if key is None or not _CALLS.knows(key):
@@ -127,7 +127,7 @@ def paged_attention(
     if plan is not None:
         workspace = plan.workspace_for(q, operands, metadata, window or 0, causal, batch_invariant)
     if key is not None and q.shape[0]:
-        _launch_known(key, q, operands, batch, out, lse, scoring, tensors, batch_invariant, workspace)
+        _launch_known(key, q, operands, batch, out, lse, scoring, scoring_tensors, batch_invariant, workspace)
     else:
         attend = _attend if eager(q, out, operands.k_cache, metadata.block_table) else _OP
         partials, chunks = (None, None) if workspace is None else workspace
@@ -165,7 +165,7 @@ def _call_key(
     causal: bool,
     window: int | None,
     softcap: float,
-    scoring_tensors: tuple[torch.Tensor | None, ...],
+    scoring_tensors: tuple[torch.Tensor | None, ...],  # sinks, ALiBi's slopes, the tree mask
     out: torch.Tensor | None,
     return_lse: bool,
 ) -> tuple[Hashable, ...]:
@@ -178,7 +178,7 @@ def _call_key(
         q.device,
         q.data_ptr() % 16,
         described(out),
-        *(described(tensor) for tensor in scoring_tensors),
+        *map(described, scoring_tensors),
         return_lse,
         scale,
         causal,
@@ -477,7 +477,7 @@ def _attend_plainly(
 
 
 def _bits_of(words: torch.Tensor) -> torch.Tensor:
-    """bool `[len(words), 64]`: bit j of each word."""
+    """bool `[len(words), MAX_TREE_TOKENS]`: bit j of each word."""
     return (words[:, None] >> torch.arange(MAX_TREE_TOKENS, device=words.device)) & 1 == 1
 
 
