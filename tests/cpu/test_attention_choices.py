@@ -175,10 +175,11 @@ def test_a_tree_mask_changes_a_choice_only_beside_a_window(shape, hardware):
         batch = Batch(table, lens, starts, None, query_len)
         words = torch.empty(4 * query_len, dtype=torch.int64, **meta)
         for window in (0, 100):
-            masked, plain = (
+            plain, masked = (
                 prefill_launches(q, operands, batch, out, None, scoring, hardware=hardware)[0]
-                for plain in (PLAIN._replace(window=window, softcap=1.0),)
-                for scoring in (plain._replace(tree_mask=words), plain)
+                for scoring in (
+                    PLAIN._replace(window=window, softcap=1.0, tree_mask=tree_mask) for tree_mask in (None, words)
+                )
             )
             assert masked.arguments["tree_mask_ptr"] is words
             assert plain.arguments["tree_mask_ptr"] is None
