@@ -251,7 +251,7 @@ VARLEN_CASES = (
     varlen("everything", (40, 300), (33, 33), window=100, softcap=5.0, sinks=True, alibi=True),
     varlen("dim_512", (20, 40), head_dim=512, v_head_dim=512, num_kv_heads=1),
     # Tree masks: on the decode kernels, on the prefill kernel, and mixed with sequences of one token.
-    varlen("tree_few", (7, 300), (4, 50), (1, 33), (0, 20), (3, 3), (7, 2), tree="branches", num_sms=16),
+    varlen("tree_few", (7, 300), (4, 50), (1, 33), (0, 20), (3, 3), (7, 2), tree="branches", num_sms=8),
     varlen("tree_16", (16, 200), (2, 16), (9, 30), tree="branches", padding_tokens=3),
     varlen("tree_bits_few", (5, 70), (16, 40), (1, 9), tree="bits"),
     varlen("tree_few_group_7", (4, 200), (2, 16), (3, 30), group=7, num_kv_heads=1, tree="bits"),
