@@ -27,7 +27,7 @@ from .paging import (
     multiple_of_divisor,
     position_in_block,
 )
-from .scores import LN_2, LOWEST, biased, load_slopes, scaled, with_sink
+from .scores import LN_2, LOWEST, biased, load_slopes, scaled, seen_in_tree, tree_positions, with_sink
 
 CHUNK_WORDS: tl.constexpr = tl.constexpr(8)  # of a prepared chunk: what _find_chunk returns, then room
 PARTIAL_TAIL: tl.constexpr = tl.constexpr(4)  # f32 behind a partial's channels: its log2-sum-exp, then room to align
@@ -226,6 +226,7 @@ def prepare_kernel(
         "table_rows_ptr",
         "sinks_ptr",
         "alibi_slopes_ptr",
+        "tree_mask_ptr",
         "control_ptr",
         "lse_ptr",
     ],
@@ -240,6 +241,7 @@ def decode_kernel(
     table_rows_ptr,  # [num_seqs] int32, or None: sequence i has row i
     sinks_ptr,  # [NUM_KV_HEADS * GROUP], or None
     alibi_slopes_ptr,  # [NUM_KV_HEADS * GROUP], or None
+    tree_mask_ptr,  # [num_tokens] int64: bit j for the j-th query token; or None
     control_ptr,  # [8] int32, or None: num_blocks is the bound and nothing is counted
     chunks_ptr,  # [NUM_CHUNKS, CHUNK_WORDS] int32 from prepare_kernel, which then counts; or None
     out_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, V_HEAD_DIM]
@@ -351,7 +353,13 @@ def decode_kernel(
             query_start = tl.load(query_start_loc_ptr + seq)
             num_queries = tl.load(query_start_loc_ptr + seq + 1) - query_start
             is_row = token < tl.minimum(num_queries, QUERIES)
-        query = length - num_queries + token  # positions
+        context = length - num_queries
+        query = context + token  # positions
+        if tree_mask_ptr is not None:
+            words = tl.load(tree_mask_ptr + query_start + token, mask=is_row, other=0)  # [ROWS]
+            if WINDOW > 0:
+                query = tree_positions(words, context, length)
+            words = words.to(tl.int32)  # QUERIES are at most 16
         seq_start = length * 0  # the first key that any query sees
         if WINDOW > 0:
             seq_start = tl.maximum(length - num_queries - WINDOW + 1, 0)
@@ -395,8 +403,10 @@ def decode_kernel(
             if alibi_slopes_ptr is not None:
                 scores = biased(scores, slope, s + n, query)
             seen = valid[None, :]
+            if tree_mask_ptr is not None:
+                seen = seen & seen_in_tree(words, s + n - context)
             if HAS_STARTS:
-                if IS_CAUSAL:
+                if IS_CAUSAL and tree_mask_ptr is None:
                     seen = seen & (n[None, :] <= (query - s)[:, None])
                 if WINDOW > 0:
                     seen = seen & (n[None, :] > (query - WINDOW - s)[:, None])

@@ -17,7 +17,7 @@ from .paging import (
     multiple_of_divisor,
     position_in_block,
 )
-from .scores import LN_2, LOWEST, biased, load_slopes, scaled, with_sink
+from .scores import LN_2, LOWEST, biased, load_slopes, scaled, seen_in_tree, tree_positions, with_sink
 
 ENTRIES: tl.constexpr = tl.constexpr(256)  # table entries that are checked at a time
 
@@ -70,6 +70,8 @@ def _attend(
     query,  # [ROWS]: positions
     last_key,  # [ROWS]: the last key that each row sees
     slope,  # [ROWS]: ALiBi's
+    words,  # [ROWS]: the tree mask's
+    context,  # tokens before the query tokens
     scale_log2,
     HEAD_DIM: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
@@ -81,6 +83,7 @@ def _attend(
     WINDOW: tl.constexpr,
     SOFTCAP_LOG2: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    HAS_TREE: tl.constexpr,
     TILE: tl.constexpr,
     K_LANES: tl.constexpr,
     V_LANES: tl.constexpr,
@@ -125,7 +128,10 @@ def _attend(
             scores = biased(scores, slope, s + n, query)
         seen = valid[None, :]
         if MASKED:
-            seen = seen & (n[None, :] <= (last_key - s)[:, None])
+            if HAS_TREE:
+                seen = seen & seen_in_tree(words, s + n - context)
+            else:
+                seen = seen & (n[None, :] <= (last_key - s)[:, None])
             if WINDOW > 0:
                 seen = seen & (n[None, :] > (query - WINDOW - s)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
@@ -157,6 +163,7 @@ def _attend(
         "table_rows_ptr",
         "sinks_ptr",
         "alibi_slopes_ptr",
+        "tree_mask_ptr",
         "control_ptr",
         "lse_ptr",
     ],
@@ -171,6 +178,7 @@ def prefill_kernel(
     table_rows_ptr,  # [num_seqs] int32, or None: sequence i has row i
     sinks_ptr,  # [NUM_KV_HEADS * GROUP], or None
     alibi_slopes_ptr,  # [NUM_KV_HEADS * GROUP], or None
+    tree_mask_ptr,  # [num_tokens] int64: bit j for the j-th query token; or None
     control_ptr,  # [8] int32, or None: num_blocks is the bound and nothing is counted
     out_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, V_HEAD_DIM]
     lse_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP] f32, or None
@@ -253,8 +261,17 @@ def prefill_kernel(
     query = context + token
     first_query = context + first_row // GROUP
     last_query = context + tl.minimum((first_row + ROWS - 1) // GROUP, query_length - 1)
-    if IS_CAUSAL:
-        last_key = query
+    words = tl.zeros([ROWS], tl.int64)
+    last_key = query
+    if tree_mask_ptr is not None:
+        words = tl.load(tree_mask_ptr + query_start + token, mask=is_row, other=0)
+        first_query = context  # by depth, rows stand anywhere among the query tokens
+        last_query = context + query_length - 1
+        if WINDOW > 0:
+            query = tree_positions(words, context, length)
+        end = length
+        whole_end = tl.maximum(tl.minimum(context, end), 0) // TILE * TILE
+    elif IS_CAUSAL:
         end = tl.minimum(last_query + 1, length)
         whole_end = tl.maximum(tl.minimum(first_query + 1, end), 0) // TILE * TILE
     else:
@@ -268,7 +285,10 @@ def prefill_kernel(
         first_seen = tl.maximum(first_query - WINDOW + 1, 0)
         start = first_seen // TILE * TILE
         whole_start = (tl.maximum(last_query - WINDOW + 1, 0) + TILE - 1) // TILE * TILE
-        whole_start = tl.minimum(whole_start, (tl.maximum(end, 0) + TILE - 1) // TILE * TILE)
+        if tree_mask_ptr is not None:
+            whole_start = tl.minimum(whole_start, whole_end)  # what is in front of it sees all of the query tokens
+        else:
+            whole_start = tl.minimum(whole_start, (tl.maximum(end, 0) + TILE - 1) // TILE * TILE)
         whole_end = tl.maximum(whole_end, whole_start)
 
     slope = tl.zeros([ROWS], tl.float32)
@@ -306,6 +326,8 @@ def prefill_kernel(
             query,
             last_key,
             slope,
+            words,
+            context,
             scale_log2,
             HEAD_DIM,
             V_HEAD_DIM,
@@ -317,6 +339,7 @@ def prefill_kernel(
             WINDOW,
             SOFTCAP_LOG2,
             alibi_slopes_ptr is not None,
+            tree_mask_ptr is not None and part == 2,
             TILE,
             K_LANES,
             V_LANES,

@@ -32,6 +32,34 @@ def biased(scores, slope, key_offset, query_offset):
 
 
 @triton.jit
+def tree_positions(words, context, length):
+    """Where each row stands by its depth: context + the bits that are set in its word [ROWS] - 1.
+
+    Bits past the sequence's query tokens, length - context of them, are not counted.
+    """
+    num_queries = tl.maximum(length - context, 0)
+    first = tl.full([], 1, tl.int64)
+    present = tl.where(num_queries < 64, (first << tl.minimum(num_queries, 63).to(tl.int64)) - 1, -1)
+    count = words & present
+    count = count - ((count >> 1) & 0x5555555555555555)
+    count = (count & 0x3333333333333333) + ((count >> 2) & 0x3333333333333333)
+    count = (count + (count >> 4)) & 0x0F0F0F0F0F0F0F0F
+    count = (count * 0x0101010101010101) >> 56
+    return context + tl.maximum(count.to(tl.int32) - 1, 0)
+
+
+@triton.jit
+def seen_in_tree(words, ordinal):
+    """Whether rows see keys, [ROWS, KEYS]: by the bits of their words [ROWS], or because keys are of the context.
+
+    `ordinal` [KEYS] is a key's place among its sequence's query tokens, negative before them.
+    """
+    BITS: tl.constexpr = words.dtype.primitive_bitwidth
+    place = tl.minimum(tl.maximum(ordinal, 0), BITS - 1).to(words.dtype)
+    return (ordinal < 0)[None, :] | (((words[:, None] >> place[None, :]) & 1) != 0)
+
+
+@triton.jit
 def with_sink(highest, denominator, sinks_ptr, head, in_group):
     """The softmax denominator with each head's sink in it, relative to `highest` (log2). Empty rows stay empty.
 

@@ -52,6 +52,7 @@ class AttentionCase:
     softcap: float = 0.0
     sinks: bool = False
     alibi: bool = False
+    tree: str = ""  # "branches": a random tree; "bits": any bits, of later tokens too, or none
     batch_invariant: bool = False
 
     def __str__(self) -> str:
@@ -70,6 +71,13 @@ class AttentionCase:
         if self.window is None:
             return 0
         return max(self.lengths[sequence] - self.query_lens[sequence] - self.window + 1, 0)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its batch goes to the decode kernels unless another is forced."""
+        nothing = torch.empty(0)
+        starts = None if self.queries is None else nothing
+        return decodes(Batch(nothing, nothing, starts, None, max((1, *self.query_lens))), self.group)
 
     @property
     def num_query_heads(self) -> int:
@@ -121,6 +129,7 @@ DECODE_CASES = (
     decode("dim_120", 40, 9, head_dim=120, v_head_dim=120, num_kv_heads=1),
     decode("dim_192", 40, 9, head_dim=192, v_head_dim=192, num_kv_heads=1),
     decode("dim_256", 40, 9, head_dim=256, v_head_dim=256, num_kv_heads=1),
+    decode("dim_192_128", 40, 9, head_dim=192, v_head_dim=128, num_kv_heads=1, layout="LBTNHD"),
     decode("v_dim_differs", 70, 9, head_dim=48, v_head_dim=16, layout="LBTNHD"),
     decode("kv_in_block", 70, 9, layout="LBTNHD"),
     decode("head_before_token", 70, 9, layout="LBTHND"),
@@ -158,6 +167,7 @@ DECODE_CASES = (
     decode("sinks_one_long", 500, num_kv_heads=1, sinks=True),
     decode("alibi", 300, 33, 0, alibi=True),
     decode("everything", 300, 33, 0, window=100, softcap=5.0, sinks=True, alibi=True),
+    decode("tree", 70, 1, 0, 33, tree="bits"),
     decode("invariant", 5000, 33, 0, 2048, 2049, batch_invariant=True, num_kv_heads=1, head_dim=16, v_head_dim=16),
     decode("invariant_sinks", 4500, 70, batch_invariant=True, sinks=True, num_kv_heads=1, head_dim=16, v_head_dim=16),
     decode(
@@ -176,6 +186,8 @@ VARLEN_CASES = (
     varlen("fresh", (40, 40), (7, 7)),
     varlen("context", (5, 70), (20, 90)),
     varlen("mixed", (1, 70), (33, 33), (1, 5), (9, 60)),
+    varlen("mixed_speculative", (1, 70), (4, 90), (40, 77), (1, 16), (4, 4), (18, 18), (3, 50)),
+    varlen("chunks_at_any_offset", (20, 37), (17, 33), (18, 34), (30, 31), (33, 96), (64, 65), (19, 31)),
     varlen("empty_sequences", (0, 0), (9, 20), (0, 50), (3, 0), (2, 1), (0, 0)),
     varlen("padding_tokens", (9, 20), (3, 3), padding_tokens=5),
     varlen("padding_only", (0, 0), padding_tokens=4),
@@ -189,11 +201,18 @@ VARLEN_CASES = (
     varlen("group_71", (3, 50), group=71, num_kv_heads=1, head_dim=16, v_head_dim=16, dtype=F16),
     varlen("few_queries", (4, 50), (2, 2), (1, 30), group=4, num_kv_heads=1),
     varlen("block_1", (9, 20), block_size=1),
+    varlen("block_2", (30, 41), (3, 3), block_size=2, num_kv_heads=1),
     varlen("block_12", (9, 100), (3, 12), block_size=12),
     varlen("block_48", (9, 100), (3, 12), block_size=48),
     varlen("block_64", (9, 200), (3, 64), block_size=64),
+    varlen("block_256", (20, 300), (3, 7), block_size=256, num_kv_heads=1),
+    varlen("block_544", (20, 600), (3, 7), block_size=544, num_kv_heads=1),
     varlen("dim_80", (9, 70), head_dim=80, v_head_dim=80, num_kv_heads=1),
     varlen("dim_96_f16", (9, 70), head_dim=96, v_head_dim=96, num_kv_heads=1, dtype=F16),
+    varlen("dim_112", (20, 70), head_dim=112, v_head_dim=112, num_kv_heads=1),
+    varlen("dim_120", (9, 40), head_dim=120, v_head_dim=120, num_kv_heads=1),
+    varlen("dim_192", (20, 40), head_dim=192, v_head_dim=192, num_kv_heads=1),
+    varlen("dim_192_128", (20, 40), (3, 9), head_dim=192, v_head_dim=128, num_kv_heads=1, layout="LBTNHD"),
     varlen("dim_256", (9, 40), head_dim=256, v_head_dim=256, num_kv_heads=1),
     varlen("v_dim_differs", (9, 70), head_dim=48, v_head_dim=16, layout="LBTNHD"),
     varlen("kv_interleaved", (9, 70), layout="LBNHTD"),
@@ -226,11 +245,40 @@ VARLEN_CASES = (
     varlen("window_shorter_than_queries", (40, 30), (33, 33), window=20),
     varlen("window_over_watermark", (40, 300), window=50, bad_entries=((0, 1, OVER), (0, 14, OVER), (0, 18, OVER))),
     varlen("softcap", (40, 70), (3, 9), softcap=3.0),
+    varlen("softcap_f16", (40, 70), softcap=30.0, dtype=F16, scale=200.0),
     varlen("sinks", (40, 70), (33, 33), (3, 0), sinks=True),
     varlen("alibi", (40, 70), (33, 33), alibi=True, group=3),
     varlen("everything", (40, 300), (33, 33), window=100, softcap=5.0, sinks=True, alibi=True),
     varlen("dim_512", (20, 40), head_dim=512, v_head_dim=512, num_kv_heads=1),
+    # Tree masks: on the decode kernels, on the prefill kernel, and mixed with sequences of one token.
+    varlen("tree_few", (7, 300), (4, 50), (1, 33), (0, 20), (3, 3), (7, 2), tree="branches", num_sms=8),
+    varlen("tree_16", (16, 200), (2, 16), (9, 30), tree="branches", padding_tokens=3),
+    varlen("tree_bits_few", (5, 70), (16, 40), (1, 9), tree="bits"),
+    varlen("tree_few_group_7", (4, 200), (2, 16), (3, 30), group=7, num_kv_heads=1, tree="bits"),
+    varlen("tree_few_window", (7, 300), (4, 50), (1, 33), window=40, tree="branches", num_sms=8),
+    varlen("tree_few_window_3", (16, 90), (9, 30), window=3, tree="bits"),
+    varlen("tree_few_everything", (7, 300), (3, 50), window=90, softcap=5.0, sinks=True, tree="bits", num_sms=8),
+    varlen("tree_few_over", (4, 70), (2, 33), bad_entries=((0, 1, OVER), (0, 4, OVER), (1, 0, OVER)), tree="bits"),
+    varlen(
+        *("tree_few_invariant", (4, 4200), (2, 60)),
+        batch_invariant=True,
+        num_kv_heads=1,
+        head_dim=16,
+        v_head_dim=16,
+        tree="branches",
+    ),
+    varlen("tree", (26, 90), (33, 33), (1, 70), (17, 5), (0, 9), tree="branches", padding_tokens=5),
+    varlen("tree_64", (64, 150), (40, 40), tree="branches", dtype=F16),
+    varlen("tree_bits", (64, 70), (63, 200), (32, 40), (0, 0), tree="bits", group=3),
+    varlen("tree_block_12", (40, 100), (3, 12), block_size=12, tree="bits"),
+    varlen("tree_window", (40, 300), (33, 33), (3, 90), (20, 5), window=40, tree="branches"),
+    varlen("tree_window_5", (64, 100), (20, 30), window=5, tree="bits"),
+    varlen("tree_over_watermark", (40, 70), (5, 33), (0, 20), bad_entries=((0, 1, OVER), (0, 4, OVER)), tree="bits"),
+    varlen("tree_everything", (40, 300), (33, 33), window=100, softcap=5.0, sinks=True, tree="bits"),
 )
+
+# What few query tokens keep away from the prefill kernel, for tests that force it.
+FORCED_CASES = tuple(case for case in VARLEN_CASES if case.decodes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,6 +326,11 @@ class AttentionTensors:
             for i in range(num_queries):
                 position = length - num_queries + i
                 seen = [j for j in usable if not case.causal or j <= position]
+                if case.tree:
+                    context, word = length - num_queries, int(self.arguments["tree_mask"][token])
+                    chosen = [context + j for j in range(num_queries) if word >> j & 1]
+                    seen = [j for j in usable if j < context or j in chosen]
+                    position = context + max(len(chosen) - 1, 0)
                 seen = [j for j in seen if case.window is None or j > position - case.window]
                 if seen:
                     for head in range(case.num_query_heads):
@@ -346,7 +399,34 @@ def make_tensors(case: AttentionCase, device: torch.device | str = "cpu", seed: 
     heads = case.num_query_heads
     arguments["sinks"] = torch.randn(heads, generator=random).to(device) if case.sinks else None
     arguments["alibi_slopes"] = torch.rand(heads, generator=random).to(device) * 0.2 if case.alibi else None
+    arguments["tree_mask"] = tree_words(case, random).to(device) if case.tree else None
     return AttentionTensors(case, qkv.to(device)[:, :heads], layer, metadata, arguments, keys, values, bad)
+
+
+def tree_words(case: AttentionCase, random: torch.Generator) -> torch.Tensor:
+    """int64 [num_tokens]: a word a query token, with any bits past its sequence's tokens, and any words of padding."""
+    words = torch.randint(-(2**63), 2**63 - 1, (case.num_tokens,), generator=random)
+    token = 0
+    for num_queries in case.query_lens:
+        present = (1 << num_queries) - 1
+        branches: list[int] = []  # of each token: its own bit and its ancestors'
+        for i in range(num_queries):
+            parent = int(torch.randint(-1, i, (), generator=random)) if i else -1
+            branches.append((branches[parent] if parent >= 0 else 0) | 1 << i)
+            word = int(words[token + i]) % (1 << 64)
+            if case.tree == "branches":
+                word = (word & ~present) | branches[i]
+            elif i % 5 == 3:
+                word &= ~present  # sees the context alone
+            words[token + i] = word - (1 << 64) if word >> 63 else word
+        token += num_queries
+    return words
+
+
+def chain_words(case: AttentionCase) -> torch.Tensor:
+    """The causal mask as a tree mask: each token sees the query tokens before it, and itself."""
+    words = [(2 << i) - 1 for num_queries in case.query_lens for i in range(num_queries)] + [0] * case.padding_tokens
+    return torch.tensor([word - (1 << 64) if word >> 63 else word for word in words], dtype=torch.int64)
 
 
 def _poisoned_cache(
@@ -403,7 +483,7 @@ class AttentionShape:
     dtype: torch.dtype
     has_control: bool = True
     has_lse: bool = False
-    has_variants: bool = False  # also with window, soft cap, sinks, ALiBi and batch invariance
+    has_variants: bool = False  # also with window, soft cap, sinks, ALiBi, tree masks and batch invariance
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -480,7 +560,8 @@ def shape_launches(shape: AttentionShape, hardware: Hardware, *, every: bool = T
 
     def keep(name: str, launch: Launch) -> None:
         constants = tuple(sorted((k, v) for k, v in launch.arguments.items() if k.isupper()))
-        key = (launch.kernel.__name__, constants, launch.num_warps, launch.num_stages)
+        has_tree = launch.arguments.get("tree_mask_ptr") is not None
+        key = (launch.kernel.__name__, constants, launch.num_warps, launch.num_stages, has_tree)
         if key not in seen:
             seen.add(key)
             launches[name] = replace(launch)
@@ -496,6 +577,8 @@ def shape_launches(shape: AttentionShape, hardware: Hardware, *, every: bool = T
         starts = None if queries is None else words(num_seqs + 1)
         batch = Batch(words(num_seqs, 512), words(num_seqs), starts, None, queries or 1)
         invariant = fields.pop("batch_invariant", False)
+        if fields.pop("tree", False):
+            fields["tree_mask"] = torch.empty(num_tokens, dtype=torch.int64, **meta)
         scoring = Scoring(**{**PLAIN_SCORING, **fields})
         if decodes(batch, shape.group):
             pair = decode_launches(q, operands, batch, out, lse, scoring, hardware=hardware, batch_invariant=invariant)
@@ -517,6 +600,10 @@ def shape_launches(shape: AttentionShape, hardware: Hardware, *, every: bool = T
         for queries, suffix in ((None, ""), (4, "-4"), (512, "-512")):
             add(f"everything{suffix}", 16, queries, **everything)
             add(f"window{suffix}", 16, queries, window=1000)
+        for queries in (None, 4, 16, 64):
+            suffix = "" if queries is None else f"-{queries}"
+            add(f"tree{suffix}", 16, queries, tree=True)
+            add(f"tree_window{suffix}", 16, queries, tree=True, window=1000, softcap=30.0, sinks=sinks)
         add("invariant", 16, None, batch_invariant=True)
         add("invariant-4", 16, 4, batch_invariant=True)
     return launches

@@ -16,7 +16,7 @@ from triton_kv.layer import OPERANDS_SCHEMA, LayerCache, LayerOperands, operands
 from triton_kv.metadata import AttentionMetadata
 from triton_kv.prefill import prefill_launches
 from triton_kv.prefill_hopper import forced_prefill_kernel, goes_to_decode
-from triton_kv.scoring import SCORING_SCHEMA, Scoring, make_scoring
+from triton_kv.scoring import MAX_TREE_TOKENS, SCORING_SCHEMA, Scoring, make_scoring
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -41,6 +41,7 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
@@ -64,6 +65,12 @@ def paged_attention(
         softcap: scores become softcap * tanh(score / softcap); 0 is none. Before `alibi_slopes`.
         sinks: `[num_query_heads]` floating point: a further score in each row's softmax that has no value.
         alibi_slopes: `[num_query_heads]` floating point: slope * (key position - query position) is added to a score.
+        tree_mask: int64 `[num_tokens]`, in place of the causal mask: bit j of a token's word says whether it sees the
+            j-th query token of its sequence (itself included). The context before them is seen by all. At most 64
+            query tokens a sequence, all with keys and values that are numbers, seen or not; bits past them mean
+            nothing. It is read when the kernels run, so a captured call follows what is written there later. With
+            `window` a token's position is its depth: context + the number of query tokens that it sees - 1. Not with
+            `alibi_slopes`.
         out: `[num_tokens, num_query_heads, v_head_dim]` of q's dtype, channels contiguous; `None` allocates it.
         return_lse: also return the natural log of the softmax denominator, the sink's share in it.
         batch_invariant: a row's bits do not depend on its neighbours, the batch size, padding or block ids.
@@ -87,9 +94,10 @@ def paged_attention(
     schedulers, without their plan step); prefill is FlashAttention-2 with the heads of a group packed into rows.
     """
     operands = operands_of(layer)
+    scoring_tensors = (sinks, alibi_slopes, tree_mask)
     key = None
     if isinstance(q, torch.Tensor) and q.is_cuda and eager(q, out, operands.k_cache, metadata.block_table):
-        key = _call_key(q, operands, metadata, scale, causal, window, softcap, sinks, alibi_slopes, out, return_lse)
+        key = _call_key(q, operands, metadata, scale, causal, window, softcap, scoring_tensors, out, return_lse)
         lists = plan is not None and plan.max_tokens is not None
         key = (*key, plan is None, lists, batch_invariant, forced_prefill_kernel())
     if key is None or not _CALLS.knows(key):
@@ -110,13 +118,16 @@ def paged_attention(
             softcap=softcap,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
+            tree_mask=tree_mask,
+            num_tokens=metadata.num_tokens,
+            max_query_len=metadata.max_query_len,
         )
 
     workspace = None
     if plan is not None:
         workspace = plan.workspace_for(q, operands, metadata, window or 0, causal, batch_invariant)
     if key is not None and q.shape[0]:
-        _launch_known(key, q, operands, batch, out, lse, scoring, sinks, alibi_slopes, batch_invariant, workspace)
+        _launch_known(key, q, operands, batch, out, lse, scoring, scoring_tensors, batch_invariant, workspace)
     else:
         attend = _attend if eager(q, out, operands.k_cache, metadata.block_table) else _OP
         partials, chunks = (None, None) if workspace is None else workspace
@@ -136,6 +147,7 @@ _CALLS = LaunchCache(
         "table_rows_ptr",
         "sinks_ptr",
         "alibi_slopes_ptr",
+        "tree_mask_ptr",
         "control_ptr",
         "chunks_ptr",
         "out_ptr",
@@ -153,8 +165,7 @@ def _call_key(
     causal: bool,
     window: int | None,
     softcap: float,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
+    scoring_tensors: tuple[torch.Tensor | None, ...],  # sinks, ALiBi's slopes, the tree mask
     out: torch.Tensor | None,
     return_lse: bool,
 ) -> tuple[Hashable, ...]:
@@ -167,8 +178,7 @@ def _call_key(
         q.device,
         q.data_ptr() % 16,
         described(out),
-        described(sinks),
-        described(alibi_slopes),
+        *map(described, scoring_tensors),
         return_lse,
         scale,
         causal,
@@ -200,8 +210,7 @@ def _launch_known(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     scoring: Callable[[], Scoring],
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
+    scoring_tensors: tuple[torch.Tensor | None, ...],  # sinks, ALiBi's slopes, the tree mask
     batch_invariant: bool,
     workspace: Workspace | None,
 ) -> None:
@@ -222,8 +231,7 @@ def _launch_known(
         batch.seq_lens,
         batch.query_start_loc,
         batch.table_rows,
-        sinks,
-        alibi_slopes,
+        *scoring_tensors,
         operands.control,
         chunks,
         out,
@@ -245,6 +253,7 @@ def paged_attention_reference(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
@@ -265,6 +274,9 @@ def paged_attention_reference(
         softcap=softcap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
+        tree_mask=tree_mask,
+        num_tokens=metadata.num_tokens,
+        max_query_len=metadata.max_query_len,
     )
     if out is None:
         out = q.new_empty((q.shape[0], q.shape[1], operands.v_head_dim))
@@ -429,8 +441,18 @@ def _attend_plainly(
         v = v_view[blocks].flatten(0, 1)[: len(keys)].to(compute)
         queries = q[start:end].to(compute).view(num_queries, num_kv_heads, group, head_dim)
         positions = torch.arange(length - num_queries, length, device=q.device)
+        if scoring.tree_mask is not None:
+            sees = _bits_of(scoring.tree_mask[start:end])  # [num_queries, MAX_TREE_TOKENS]
+            depths = sees[:, :num_queries].sum(1) - 1
+            positions = length - num_queries + depths.clamp(min=0)
         distance = keys - positions[:, None]  # [num_queries, keys]
-        hidden = distance > 0 if scoring.causal else torch.zeros_like(distance, dtype=torch.bool)
+        if scoring.tree_mask is not None:
+            ordinals = keys - (length - num_queries)
+            hidden = (ordinals >= 0) & ~sees[:, ordinals.clamp(0, MAX_TREE_TOKENS - 1)]
+        elif scoring.causal:
+            hidden = distance > 0
+        else:
+            hidden = torch.zeros_like(distance, dtype=torch.bool)
         if scoring.window:
             hidden = hidden | (distance <= -scoring.window)
             v = v.masked_fill(hidden.all(0)[:, None, None], 0.0)  # what lies in a slot that nobody sees is not a number
@@ -452,6 +474,11 @@ def _attend_plainly(
         if lse is not None:
             lse[start:end] = log_sum.view(num_query_heads, num_queries).T
     _write_nothing(out[written:], None if lse is None else lse[written:])
+
+
+def _bits_of(words: torch.Tensor) -> torch.Tensor:
+    """bool `[len(words), MAX_TREE_TOKENS]`: bit j of each word."""
+    return (words[:, None] >> torch.arange(MAX_TREE_TOKENS, device=words.device)) & 1 == 1
 
 
 def _write_nothing(out: torch.Tensor, lse: torch.Tensor | None) -> None:

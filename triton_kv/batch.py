@@ -60,6 +60,7 @@ def input_pointers(
         "table_rows_ptr": batch.table_rows,
         "sinks_ptr": scoring.sinks,
         "alibi_slopes_ptr": scoring.alibi_slopes,
+        "tree_mask_ptr": scoring.tree_mask,
         "control_ptr": operands.control,
     }
 

@@ -233,8 +233,13 @@ def choose_prefill(
     block_size: int,
     itemsize_bytes: int,
     hardware: Hardware,
+    *,
+    tree_window: bool = False,
 ) -> PrefillChoice:
-    """The choice for sequences of at most `max_query_len` query tokens, of `group` query heads a KV head each."""
+    """The choice for sequences of at most `max_query_len` query tokens, of `group` query heads a KV head each.
+
+    `tree_window`: with a tree mask and a window, which take registers: a word and a position a row.
+    """
     lanes = max(lanes_of(head_dim), lanes_of(v_head_dim))
     longest = max_query_len * group
     rows = next((rows for rows in PREFILL_ROWS if longest <= rows), PREFILL_ROWS[-1])
@@ -263,6 +268,10 @@ def choose_prefill(
         tile = min(tile, _MAX_SCALAR_IDS * block_size)
     if lanes > 128 and itemsize_bytes == 2 and (not reads_scalar_ids(block_size) or hardware.architecture != 90):
         tile = 16  # an id a token takes registers as well
+    if tree_window:
+        tile = max(16, tile // 2)
+        num_warps = 8 if lanes > 128 else num_warps
+        max_registers = hardware.all_registers
     scan = 256 if num_seqs < 256 else _MAX_SCAN
     return PrefillChoice(
         rows=rows,

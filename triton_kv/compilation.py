@@ -16,7 +16,7 @@ from triton_kv.layer import operands_of
 from triton_kv.prefill import prefill_launches
 from triton_kv.prefill_hopper import prepare_work_launch, takes_list
 from triton_kv.rope import RopeCall, rope_launch
-from triton_kv.scoring import Scoring
+from triton_kv.scoring import MAX_TREE_TOKENS, Scoring
 from triton_kv.spec import AttentionSpec, positive_int
 from triton_kv.writing import write_launch
 
@@ -37,6 +37,7 @@ def compile_kernels(
     softcap: float = 0.0,
     sinks: bool = False,
     alibi: bool = False,
+    tree_mask: bool = False,
     batch_invariant: bool = False,
     plan: bool = False,
     layer: int | str | None = None,
@@ -51,12 +52,12 @@ def compile_kernels(
     Covers `write_kv` (rows of their own, and slices of one fused qkv tensor; int32 and int64 slots) and causal
     `paged_attention` with and without `query_start_loc`, over 16-byte aligned tensors in rows of whole heads. The
     keywords say what the calls will have: a table with `table_rows`, a plan (`AttentionPlan.prepare` is then compiled
-    too), and `paged_attention`'s own. Layers that differ in them (alternating windows) need a call each; `layer` is one
-    of those that a call is for, by default the first that keeps K and V. With a `cos_sin_cache`, `rope_and_write_kv`
-    over that tensor and those weights is covered too, in place and not, with int32 and int64 positions. Zeroing by
-    `extend` and `zero_blocks`, and `copy_blocks`, are covered too. The kernel behind `AttentionBuffers.fill` compiles
-    at its first fill (or `dummy`). Launches nothing and does not synchronise. Returns how many launches were compiled;
-    on a CPU there is nothing to do and it returns 0.
+    too), and `paged_attention`'s own. Layers that differ in them (alternating windows) need a call each, and so do
+    steps with and without a `tree_mask`; `layer` is one of those that a call is for, by default the first that keeps K
+    and V. With a `cos_sin_cache`, `rope_and_write_kv` over that tensor and those weights is covered too, in place and
+    not, with int32 and int64 positions. Zeroing by `extend` and `zero_blocks`, and `copy_blocks`, are covered too. The
+    kernel behind `AttentionBuffers.fill` compiles at its first fill (or `dummy`). Launches nothing and does not
+    synchronise. Returns how many launches were compiled; on a CPU there is nothing to do and it returns 0.
 
     Raises `ValueError` for a cache without K and V, sizes below 1 or heads that are no multiple of the KV heads, and
     what an op raises on a cache that is closed or has no block.
@@ -74,7 +75,7 @@ def compile_kernels(
         )
     if cache.device.type != "cuda":
         return 0
-    calls = _Calls(operands, num_query_heads, return_lse, table_rows, window or 0, softcap, sinks, alibi)
+    calls = _Calls(operands, num_query_heads, return_lse, table_rows, window or 0, softcap, sinks, alibi, tree_mask)
     with torch.cuda.device(cache.device):
         launches = [
             *calls.decodes(max_seqs, max_tokens, batch_invariant, plan),
@@ -101,6 +102,7 @@ class _Calls:
     softcap: float
     sinks: bool
     alibi: bool
+    tree_mask: bool = False
 
     def decodes(self, max_seqs: int, max_tokens: int, batch_invariant: bool, plan: bool) -> list[Launch]:
         operands, hardware = self.operands, hardware_of(self.operands.device)
@@ -144,6 +146,8 @@ class _Calls:
             for n in (*range(1, min(max_tokens, 128 * group + 1) + 1), *long, max_tokens)
         }
         query_lens = {*range(1, min(max_tokens, 128) + 1), *tilings.values()}
+        if self.tree_mask:
+            query_lens = {query_len for query_len in query_lens if query_len <= MAX_TREE_TOKENS}
         edges = (1, 15, 16, 31, 32, 63, 64, 127, 255, 256, 1023, 1024)
         for num_seqs in {*(n for n in edges if n <= max_seqs), max_seqs}:
             for query_len in query_lens:
@@ -200,6 +204,7 @@ class _Calls:
             softcap=self.softcap,
             sinks=_meta(self.num_query_heads, dtype=self.operands.dtype) if self.sinks else None,
             alibi_slopes=_meta(self.num_query_heads) if self.alibi else None,
+            tree_mask=_meta(self.num_query_heads, dtype=torch.int64) if self.tree_mask else None,
         )
 
 

@@ -139,7 +139,8 @@ def decode_launches(
         num_warps=choice.num_warps,
         num_stages=choice.num_stages,
         launch_pdl=choice.use_pdl,
-        max_registers=choice.max_registers,
+        # What rows with words need was not measured: as many registers as there are.
+        max_registers=choice.max_registers if scoring.tree_mask is None else hardware.all_registers,
     )
     by_sequence = choice.join_by_sequence
     places = batch.num_seqs if by_sequence else choice.num_chunks

@@ -48,6 +48,7 @@ def prefill_launches(
         operands.block_size,
         q.element_size(),
         hardware,
+        tree_window=scoring.tree_mask is not None and scoring.window > 0,
     )
     launch = Launch(
         kernel=prefill_kernel,

@@ -318,9 +318,9 @@ def _refuse_scoring(scoring: Scoring) -> str | None:
     """Why the kernel has no such scores, or None."""
     if scoring.scale < _LEAST_SCALE:
         return f"it needs a scale of at least {_LEAST_SCALE}, got {scoring.scale}"
-    for name in ("window", "softcap", "sinks", "alibi_slopes"):
+    for name in ("window", "softcap", "sinks", "alibi_slopes", "tree_mask"):
         value = getattr(scoring, name)
-        if value is not None and (name in ("sinks", "alibi_slopes") or value):
+        if isinstance(value, torch.Tensor) or value:
             return f"it has no {name}"
     return None
 

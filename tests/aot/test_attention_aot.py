@@ -27,7 +27,8 @@ CONFIGURATION = ("ROWS", "TILE", "K_LANES", "V_LANES", "STAGES", "PARTS")
 def configuration(launch: Launch) -> tuple:
     constants = tuple(launch.arguments.get(name) for name in CONFIGURATION)
     itemsize_bytes = launch.arguments["out_ptr"].element_size()
-    return (launch.kernel.__name__, launch.num_warps, launch.num_stages, itemsize_bytes, *constants)
+    has_tree = launch.arguments.get("tree_mask_ptr") is not None
+    return (launch.kernel.__name__, launch.num_warps, launch.num_stages, itemsize_bytes, has_tree, *constants)
 
 
 def launches(target: Target) -> Iterator[tuple[str, Launch]]:

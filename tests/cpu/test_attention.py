@@ -6,7 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.attention_cases import BF16, DECODE_CASES, VARLEN_CASES, assert_attention, decode, make_tensors, varlen
+from tests.attention_cases import (
+    BF16,
+    DECODE_CASES,
+    VARLEN_CASES,
+    assert_attention,
+    chain_words,
+    decode,
+    make_tensors,
+    varlen,
+)
 from triton_kv import attention
 from triton_kv.attention import paged_attention, paged_attention_reference
 from triton_kv.batch import Batch
@@ -97,8 +106,9 @@ def test_blocks_in_reach_of_a_smaller_watermark_are_left_out():
     assert tensors.layer.control[1] == 4  # 40 and 7 tokens in blocks of 16
 
 
-OP_CASES = [NAMED[name] for name in ("skew", "mixed", "pair_padded", "over_watermark", "table_rows", "everything")]
-PER_HEAD = ("sinks", "alibi_slopes")
+OP_NAMES = ("skew", "mixed", "pair_padded", "over_watermark", "table_rows", "everything", "tree_window")
+OP_CASES = [NAMED[name] for name in OP_NAMES]
+SCORING_TENSORS = ("sinks", "alibi_slopes", "tree_mask")
 
 
 @pytest.mark.parametrize("case", OP_CASES, ids=str)
@@ -120,18 +130,18 @@ def test_opcheck(case, has_lse):
             None,
             None,
             False,
-            *Scoring(0.5, True, case.window or 0, case.softcap, *(tensors.arguments[name] for name in PER_HEAD)),
+            *Scoring(0.5, True, case.window or 0, case.softcap, *(tensors.arguments[name] for name in SCORING_TENSORS)),
             *operands,
         ),
     )
 
 
-@pytest.mark.parametrize("name", ["skew", "mixed", "pair"])
+@pytest.mark.parametrize("name", ["skew", "mixed", "pair", "tree_few", "tree_window"])
 def test_compiles_as_one_graph(name):
     tensors = make_tensors(NAMED[name])
 
     def step(q):
-        out, lse = paged_attention(q * 1.0, tensors.layer, tensors.metadata, return_lse=True)
+        out, lse = paged_attention(q * 1.0, tensors.layer, tensors.metadata, return_lse=True, **tensors.arguments)
         return out + 0.0, lse
 
     out, lse = torch.compile(step, fullgraph=True, backend="aot_eager")(tensors.q)
@@ -149,7 +159,18 @@ def test_a_call_goes_past_the_dispatcher_unless_a_mode_is_active(monkeypatch):
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("name", ["context", "window", "window_1", "speculative_window", "softcap", "sinks"])
+def test_a_chain_is_the_causal_mask(name):
+    tensors = make_tensors(NAMED[name])
+    expected = paged_attention(tensors.q, tensors.layer, tensors.metadata, return_lse=True, **tensors.arguments)
+    arguments = {**tensors.arguments, "tree_mask": chain_words(tensors.case)}
+    out, lse = paged_attention(tensors.q, tensors.layer, tensors.metadata, return_lse=True, **arguments)
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+
+
 HEADS = torch.zeros(4)
+WORDS = torch.ones(1, dtype=torch.int64)
 BAD_SCORING = {
     "window_0": ({"window": 0}, ValueError, "window must be at least 1 .*None sees everything"),
     "window_float": ({"window": 2.5}, TypeError, "window must be an int or None, got 2.5"),
@@ -157,6 +178,21 @@ BAD_SCORING = {
     "sinks_shape": ({"sinks": torch.zeros(3)}, ValueError, r"sinks must be \[num_query_heads\] = \[4\], got \[3\]"),
     "sinks_dtype": ({"sinks": HEADS.int()}, TypeError, "sinks must be floating point, got torch.int32"),
     "slopes_stride": ({"alibi_slopes": torch.zeros(8)[::2]}, ValueError, "alibi_slopes must be contiguous, got stride"),
+    "tree_kind": ({"tree_mask": [1]}, TypeError, "tree_mask must be a tensor, not list"),
+    "tree_dtype": (
+        {"tree_mask": WORDS.int()},
+        TypeError,
+        r"tree_mask must be int64 \(bit j: the sequence's j-th query token\), got torch\.int32",
+    ),
+    "tree_bools": ({"tree_mask": WORDS.bool()}, TypeError, r"tree_mask must be int64 .* got torch\.bool"),
+    "tree_shape": ({"tree_mask": WORDS[None]}, ValueError, r"tree_mask must be \[num_tokens\] = \[1\], got \[1, 1\]"),
+    "tree_device": ({"tree_mask": WORDS.to("meta")}, ValueError, "tree_mask is on meta, but q is on cpu"),
+    "tree_not_causal": (
+        {"tree_mask": WORDS, "causal": False},
+        ValueError,
+        "a tree_mask stands in place of the causal mask: leave causal at True",
+    ),
+    "tree_alibi": ({"tree_mask": WORDS, "alibi_slopes": HEADS}, ValueError, "tree_mask does not go with alibi_slopes"),
     "slopes_device": ({"alibi_slopes": HEADS.to("meta")}, ValueError, "alibi_slopes is on meta, but q is on cpu"),
 }
 
@@ -167,6 +203,20 @@ def test_bad_scoring(attend, asked, kind, match):
     tensors = make_tensors(NAMED["one"])
     with pytest.raises(kind, match=match):
         attend(tensors.q, tensors.layer, tensors.metadata, **asked)
+
+
+def test_more_query_tokens_than_a_word_has_bits():
+    tensors = make_tensors(varlen("65", (65, 70), (3, 9)))
+    words = torch.ones(68, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"for 64 query tokens a sequence, but .* max_query_len is 65: pass the true"):
+        paged_attention(tensors.q, tensors.layer, tensors.metadata, tree_mask=words)
+
+
+def test_words_that_stand_apart():
+    tensors = make_tensors(NAMED["tree"])
+    words = torch.ones(2 * tensors.case.num_tokens, dtype=torch.int64)[::2]
+    with pytest.raises(ValueError, match="tree_mask must be contiguous, got stride 2"):
+        paged_attention(tensors.q, tensors.layer, tensors.metadata, tree_mask=words)
 
 
 def pair(*shape, dtype=torch.float32):

@@ -162,6 +162,34 @@ def test_prefill_rows_follow_the_longest_query(hardware):
     assert rows[:3] == [16, 16, 64]
 
 
+@pytest.mark.parametrize("hardware", HARDWARE.values(), ids=HARDWARE)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_tree_mask_changes_a_choice_only_beside_a_window(shape, hardware):
+    """Rows stay, and so does the grid; `compile_kernels` finds its batches by the choice without a mask."""
+    operands, meta = shape_operands(shape), {"device": "meta"}
+    heads = shape.num_kv_heads * shape.group
+    for query_len in (20, 64):
+        q = torch.empty(4 * query_len, heads, shape.head_dim, dtype=shape.dtype, **meta)
+        out = torch.empty(4 * query_len, heads, shape.v_head_dim, dtype=shape.dtype, **meta)
+        table, lens, starts = (torch.empty(*size, dtype=torch.int32, **meta) for size in ((4, 9), (4,), (5,)))
+        batch = Batch(table, lens, starts, None, query_len)
+        words = torch.empty(4 * query_len, dtype=torch.int64, **meta)
+        for window in (0, 100):
+            plain, masked = (
+                prefill_launches(q, operands, batch, out, None, scoring, hardware=hardware)[0]
+                for scoring in (
+                    PLAIN._replace(window=window, softcap=1.0, tree_mask=tree_mask) for tree_mask in (None, words)
+                )
+            )
+            assert masked.arguments["tree_mask_ptr"] is words
+            assert plain.arguments["tree_mask_ptr"] is None
+            tiles = plain.arguments["TILE"], masked.arguments["TILE"]
+            assert tiles[1] == (max(16, tiles[0] // 2) if window else tiles[0])
+            assert masked.grid == plain.grid
+            if not window:
+                assert (masked.num_warps, masked.max_registers) == (plain.num_warps, plain.max_registers)
+
+
 def test_choices_say_what_is_wrong():
     fields = {"rows": 16, "num_warps": 4, "num_stages": 3, "num_chunks": 1, "scan": 16, "one_scan": True}
     fields |= {"join_warps": 1, "join_channels": 128, "split_tokens": 0, "join_by_sequence": True}

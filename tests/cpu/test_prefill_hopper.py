@@ -67,6 +67,7 @@ def test_what_the_kernel_refuses(changes, reason):
         pytest.param({"softcap": 30.0}, "it has no softcap", id="softcap"),
         pytest.param({"sinks": torch.zeros(32, device="meta")}, "it has no sinks", id="sinks"),
         pytest.param({"alibi_slopes": torch.zeros(32, device="meta")}, "it has no alibi_slopes", id="alibi"),
+        pytest.param({"tree_mask": torch.ones(200, dtype=torch.int64)}, "it has no tree_mask", id="tree"),
         pytest.param({"scale": -0.1}, "a scale of at least", id="negative_scale"),
         pytest.param({"scale": 0.0}, "a scale of at least", id="no_scale"),
     ],
@@ -111,6 +112,18 @@ def test_tensors_that_the_copy_engine_takes(q, changes, reason):
     if reason:
         with use_prefill_kernel("hopper"), pytest.raises(ValueError, match=reason):
             call(q, out, operands)
+
+
+def test_a_tree_mask_goes_to_the_portable_kernel_silently(monkeypatch):
+    monkeypatch.setattr(attention, "hardware_of", lambda device: H200)
+    q, words = rows(4096, 128)[:64], torch.ones(64, dtype=torch.int64, device="meta")
+    batch = Batch(*(torch.empty(*size, dtype=torch.int32, device="meta") for size in ((2, 9), (2,), (3,))), None, 64)
+    for tree_mask, expected in ((None, ["work_kernel", "hopper_kernel"]), (words, ["prefill_kernel"])):
+        scoring = Scoring(0.1, True, 0, 0.0, None, None, tree_mask)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            launches = attention._launches(q, shape_operands(MODEL), batch, q, None, scoring, False, None)
+        assert [launch.kernel.__name__ for launch in launches] == expected
 
 
 def test_each_choice_can_be_forced():
@@ -224,6 +237,30 @@ def test_everything_that_serving_reaches_is_compiled_ahead(shape, monkeypatch):
                 )
                 reached.add(constants(planned))
     assert reached <= compiled
+
+
+def test_tree_masks_are_compiled_ahead(monkeypatch):
+    monkeypatch.setattr(compilation, "hardware_of", lambda device: H200)
+    heads = MODEL.num_kv_heads * MODEL.group
+    calls = compilation._Calls(shape_operands(MODEL), heads, False, False, 0, 0.0, False, False, True)
+    launches = [*calls.decodes(300, 2048, False, False), *calls.prefills(300, 2048, False)]
+    launches = [launch for launch in launches if launch.kernel.__name__ != "join_kernel"]
+    assert all(launch.arguments["tree_mask_ptr"].dtype == torch.int64 for launch in launches)
+    compiled = {constants(launch) for launch in launches}
+    assert {name for name, _ in compiled} == {"decode_kernel", "prefill_kernel"}
+    monkeypatch.setattr(attention, "hardware_of", lambda device: H200)
+    for num_seqs in (1, 15, 64, 255, 256, 300):
+        for query_len in (None, 1, 4, 8, 9, 16, 17, 32, 33, 64):
+            q = torch.empty(num_seqs * (query_len or 1), heads, 128, dtype=BF16, device="meta")
+            table, lens, starts = (
+                torch.empty(*size, dtype=torch.int32, device="meta")
+                for size in ((num_seqs, 9), (num_seqs,), (num_seqs + 1,))
+            )
+            batch = Batch(table, lens, None if query_len is None else starts, None, query_len or 1)
+            words = torch.empty(q.shape[0], dtype=torch.int64, device="meta")
+            scoring = Scoring(0.1, True, 0, 0.0, None, None, words)
+            launch, *_ = attention._launches(q, shape_operands(MODEL), batch, q, None, scoring, False, None)
+            assert constants(launch) in compiled
 
 
 def test_a_forced_kernel_takes_batches_that_would_decode():

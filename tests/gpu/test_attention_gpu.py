@@ -11,17 +11,22 @@ from tests.attention_cases import (
     DECODE_CASES,
     F16,
     F32,
+    FORCED_CASES,
     GARBAGE,
     TOLERANCE,
     VARLEN_CASES,
     assert_attention,
+    chain_words,
     decode,
     make_tensors,
+    tree_words,
     varlen,
 )
 from triton_kv.attention import paged_attention, paged_attention_reference
 from triton_kv.launch import count_compilations
 from triton_kv.metadata import AttentionMetadata
+from triton_kv.plan import AttentionPlan
+from triton_kv.prefill_hopper import use_prefill_kernel
 
 DTYPES = {"f32": F32, "f16": F16, "bf16": BF16}
 # Every case in bf16, and every third in each of the others: what differs is the width of an element.
@@ -60,6 +65,9 @@ LARGE_CASES = (
     varlen("dim_256", (300, 3000), (12, 12), **{**MODEL, "head_dim": 256, "v_head_dim": 256}),
     varlen("dim_96_f16", (300, 3000), (12, 12), **{**MODEL, "head_dim": 96, "v_head_dim": 96, "dtype": F16}),
     varlen("non_causal", (300, 3000), (12, 12), **MODEL, causal=False),
+    varlen("tree_8", *((8, 100 + 70 * i) for i in range(32)), **MODEL, tree="branches"),
+    varlen("tree_60", *((60, 100 + 70 * i) for i in range(32)), (1, 3000), **MODEL, tree="branches"),
+    varlen("tree_64_window", *((64, 900 + 70 * i) for i in range(8)), **MODEL, tree="bits", window=600, sinks=True),
 )
 
 
@@ -73,6 +81,15 @@ def attend(tensors, function=paged_attention, out=None):
 def test_kernels_equal_the_naive_loop(case, dtype):
     tensors = make_tensors(replace(case, dtype=dtype), "cuda")
     out, lse = attend(tensors)
+    assert_attention(tensors, out, lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("case", FORCED_CASES, ids=str)
+def test_the_portable_prefill_kernel_takes_few_query_tokens(case, dtype):
+    tensors = make_tensors(replace(case, dtype=dtype), "cuda")
+    with use_prefill_kernel("portable"):
+        out, lse = attend(tensors)
     assert_attention(tensors, out, lse)
 
 
@@ -163,6 +180,71 @@ def test_a_captured_prefill_is_right_for_other_query_lengths():
         torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("planned", [False, True], ids=["alone", "plan"])
+@pytest.mark.parametrize("num_queries", [8, 40], ids=["decode_kernels", "prefill_kernel"])
+def test_a_captured_tree_mask_may_change(num_queries, planned):
+    """Words, lengths and query tokens a sequence change in place, outputs are poisoned before each replay."""
+    random = torch.Generator().manual_seed(0)
+    case = varlen("captured", *((num_queries, 400 + 31 * i) for i in range(12)), **MODEL, tree="branches")
+    tensors = make_tensors(case, "cuda")
+    tensors.layer.flat.nan_to_num_(0.5)
+    q, metadata, words, out = tensors.q, tensors.metadata, tensors.arguments["tree_mask"], tensors.out()
+    plan = None
+    if planned:
+        limits = {"max_seqs": 12, "max_query_len": num_queries, "max_tokens": case.num_tokens}
+        plan = AttentionPlan(tensors.layer, case.num_query_heads, **limits)
+
+    def step():
+        if plan is not None:
+            plan.prepare(metadata)
+        paged_attention(q, tensors.layer, metadata, plan=plan, tree_mask=words, out=out)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    full = (num_queries,) * 12
+    fewer = tuple(i * 7 % (num_queries + 1) for i in range(12))
+    for queries, tree in ((full, "branches"), (full, "bits"), (fewer, "branches"), (fewer, "bits"), (full, "branches")):
+        changed = replace(case, queries=queries, tree=tree, padding_tokens=case.num_tokens - sum(queries))
+        words.copy_(tree_words(changed, random))
+        metadata.query_start_loc.copy_(torch.tensor([0, *queries]).cumsum(0))
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = paged_attention_reference(q, tensors.layer, metadata, tree_mask=words)
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("num_queries", [8, 64], ids=["decode_kernels", "prefill_kernel"])
+def test_a_chain_is_the_causal_mask(num_queries):
+    tensors = make_tensors(varlen("chain", *((num_queries, 100 + 70 * i) for i in range(16)), **MODEL), "cuda")
+    expected, expected_lse = attend(tensors)
+    tensors.arguments["tree_mask"] = chain_words(tensors.case).cuda()
+    out, lse = attend(tensors)
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+
+
+def test_known_launches_take_other_words():
+    """A call of a known shape goes past the checks and past Triton's preparation: its own words must be read."""
+    random = torch.Generator().manual_seed(0)
+    for num_queries in (8, 40):
+        case = varlen("known", *((num_queries, 100 + 70 * i) for i in range(8)), **MODEL, tree="bits")
+        tensors = make_tensors(case, "cuda")
+        causal = replace(tensors, arguments={**tensors.arguments, "tree_mask": None})
+        expected, _ = attend(causal)
+        out, lse = attend(tensors)
+        assert_attention(tensors, out, lse)
+        odd = torch.empty(case.num_tokens + 1, dtype=torch.int64, device="cuda")[1:]  # aligned to 8 bytes
+        tensors.arguments["tree_mask"] = odd.copy_(tree_words(case, random))
+        for _ in range(2):
+            out, lse = attend(tensors)
+            assert_attention(tensors, out, lse)
+        assert torch.equal(attend(causal)[0], expected)
+
+
 def test_two_calls_in_flight_do_not_share_a_workspace():
     """Workspaces come from the caching allocator, which follows streams."""
     cases = [make_tensors(replace(LARGE_CASES[index], name="in flight"), "cuda") for index in (1, 2)]
@@ -246,4 +328,21 @@ def test_compile_kernels_leaves_nothing_to_compile(num_query_heads, head_dim, dt
                 for layer in cache:
                     tkv.write_kv(k, v, layer, metadata.slot_mapping)
                     tkv.paged_attention(q, layer, metadata)
+        assert compiled == []
+
+
+def test_compile_kernels_leaves_nothing_of_a_tree_mask_to_compile():
+    spec = tkv.AttentionSpec(num_kv_heads=8, head_dim=64, dtype=BF16)
+    with tkv.KVCache.reserve(spec, num_layers=1, block_size=16, capacity=100, device="cuda") as cache:
+        cache.extend(1)
+        tkv.compile_kernels(cache, 32, max_seqs=70, max_tokens=700, tree_mask=True)
+        buffers = tkv.AttentionBuffers(700, 70, 4, "cuda")
+        buffers.dummy(1, 1)
+        with count_compilations() as compiled:
+            for num_tokens, num_seqs, max_query_len in ((1, 1, 1), (70, 70, 1), (64, 16, 4), (9, 1, 9), (700, 70, 64)):
+                buffers.dummy(num_tokens, num_seqs)
+                metadata = buffers.view(num_tokens, num_seqs, max_query_len)
+                q = torch.randn(num_tokens, 32, 64, device="cuda").to(BF16)
+                words = torch.ones(num_tokens, dtype=torch.int64, device="cuda")
+                tkv.paged_attention(q, cache[0], metadata, tree_mask=words)
         assert compiled == []

@@ -16,8 +16,9 @@ from triton_kv.prefill_hopper import goes_to_decode
 
 MODEL = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "v_head_dim": 128, "dtype": BF16}
 NAMES = ("skew", "empty_rows", "over_watermark", "table_rows_bad", "window_over_watermark", "everything", "invariant")
+NAMES += ("speculative", "tree_few", "tree_few_window", "tree_few_invariant")
 CASES = [
-    *(replace(case, dtype=BF16) for case in (*DECODE_CASES, *VARLEN_CASES) if case.name in (*NAMES, "speculative")),
+    *(replace(case, dtype=BF16) for case in (*DECODE_CASES, *VARLEN_CASES) if case.name in NAMES),
     decode("skewed", 30000, *(17 * i for i in range(70)), **MODEL),
     varlen("four_tokens", (4, 20000), *((4, 100 + 70 * i) for i in range(20)), **MODEL),
 ]

@@ -70,7 +70,7 @@ OWN_CASES = (
 
 def taken(cases):
     """The cases whose scores and block size the kernel takes: all of head_dim 128 in bf16, every other of 64 in f16."""
-    plain = [case for case in cases if not (case.window or case.softcap or case.sinks or case.alibi)]
+    plain = [case for case in cases if not (case.window or case.softcap or case.sinks or case.alibi or case.tree)]
     for number, case in enumerate(plain):
         for head_dim, dtype in ((128, BF16), (64, F16))[: 1 + number % 2]:
             changed = replace(case, head_dim=head_dim, v_head_dim=head_dim, dtype=dtype)

@@ -5,32 +5,55 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.attention_cases import DECODE_CASES, VARLEN_CASES, assert_attention, make_tensors
+from tests.attention_cases import DECODE_CASES, FORCED_CASES, VARLEN_CASES, assert_attention, chain_words, make_tensors
 from triton_kv import attention
 from triton_kv.attention import paged_attention
 from triton_kv.choices import Hardware
 from triton_kv.kernels.decode import decode_kernel
 from triton_kv.launch import interpreted
+from triton_kv.prefill_hopper import use_prefill_kernel
 
 QUICK = {"skew", "f16", "group_3", "block_12", "over_watermark", "dim_80", "mixed", "padding_tokens", "many_seqs"}
+QUICK |= {"tree_few_window", "tree_window"}
 
 
 def cases(kind, table):
     return [pytest.param(case, id=f"{kind}-{case}", marks=[pytest.mark.quick] * (case.name in QUICK)) for case in table]
 
 
+def attend(case, monkeypatch, **changes):
+    monkeypatch.setattr(attention, "hardware_of", lambda device: Hardware(case.num_sms, 80))
+    tensors = make_tensors(case)
+    arguments = {**tensors.arguments, **changes}
+    out = tensors.out()
+    returned, lse = paged_attention(tensors.q, tensors.layer, tensors.metadata, out=out, return_lse=True, **arguments)
+    assert returned is out
+    return tensors, out, lse
+
+
 @pytest.mark.parametrize("case", [*cases("decode", DECODE_CASES), *cases("varlen", VARLEN_CASES)])
 def test_kernels_equal_the_naive_loop(case, monkeypatch):
     assert interpreted(decode_kernel)
-    monkeypatch.setattr(attention, "hardware_of", lambda device: Hardware(case.num_sms, 80))
-    tensors = make_tensors(case)
-    out = tensors.out()
-    returned, lse = paged_attention(
-        tensors.q, tensors.layer, tensors.metadata, out=out, return_lse=True, **tensors.arguments
-    )
-    assert returned is out
-    assert_attention(tensors, out, lse)
+    assert_attention(*attend(case, monkeypatch))
+
+
+@pytest.mark.parametrize("case", cases("forced", FORCED_CASES))
+def test_the_prefill_kernel_takes_few_query_tokens(case, monkeypatch):
+    with use_prefill_kernel("portable"):
+        assert_attention(*attend(case, monkeypatch))
+
+
+CHAINS = {"context", "window", "window_1", "speculative_window"}
+
+
+@pytest.mark.parametrize("case", [case for case in VARLEN_CASES if case.name in CHAINS], ids=str)
+def test_a_chain_is_the_causal_mask(case, monkeypatch):
+    _, out, lse = attend(case, monkeypatch)
+    _, chain_out, chain_lse = attend(case, monkeypatch, tree_mask=chain_words(case))
+    torch.testing.assert_close(chain_out, out, rtol=0, atol=1e-6)
+    torch.testing.assert_close(chain_lse, lse, rtol=0, atol=1e-6)
 
 
 AT_THE_EDGE = """

@@ -25,6 +25,10 @@ NAMES = (
     "speculative_over",
     "speculative_window",
     "mixed",
+    "tree_few",
+    "tree_few_window",
+    "tree_few_invariant",
+    "tree",
 )
 CASES = [case for case in (*DECODE_CASES, *VARLEN_CASES) if case.name in NAMES]
 
