@@ -404,9 +404,9 @@ class ExtensibleTensor:
         jobs = self._reservation.scattered(self._ranges(0, self._bytes_per_segment)) if self.elastic else []
         return [Replacement(self._reservation, *job) for job in jobs]
 
-    def settle_(self) -> list[BaseException]:
-        """Give back, or pool, what a committed change took out; returns what failed."""
-        return self._reservation.settle()
+    def settle_(self, *, pool: bool = True) -> list[BaseException]:
+        """Give back what a committed change took out, or `pool` it as the policy says; returns what failed."""
+        return self._reservation.settle() if pool else self._reservation.trim()
 
     def when_out_of_memory(self, relieve: Callable[[], bool]) -> None:
         """Have `relieve` called instead of `drain_pool` when memory runs out, by an owner of several buffers."""
@@ -542,8 +542,9 @@ class Progress:
     handle, so that one handle's memory is enough; nothing is undone any more then, and what fails is reported.
     """
 
-    def __init__(self, buffers: Sequence[ExtensibleTensor]) -> None:
+    def __init__(self, buffers: Sequence[ExtensibleTensor], *, pool: bool = True) -> None:
         self.buffers = buffers
+        self._pool = pool  # whether unused handles may be kept
         self.refused: list[tuple[Replacement, DriverError]] = []
         self.failures: list[BaseException] = []  # handles that the driver would not release
         self.freed = Freed(0)  # the outcome, once finished
@@ -600,7 +601,7 @@ class Progress:
 
     def _settle(self) -> None:
         for buffer in self.buffers:
-            failures = buffer.settle_()
+            failures = buffer.settle_(pool=self._pool)
             warn(buffer.memory, "a handle could not be released yet", failures)
             self.failures += failures
 

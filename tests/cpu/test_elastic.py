@@ -14,9 +14,21 @@ from hypothesis import strategies as st
 
 import triton_kv as tkv
 from triton_kv import AttentionSpec, KVCache
-from triton_kv.errors import Asleep, BadAccess, Broken, CaptureError, DriverError, OutOfMemory, Unavailable
+from triton_kv.errors import (
+    AddressSpaceExhausted,
+    Asleep,
+    BadAccess,
+    Broken,
+    CaptureError,
+    DriverError,
+    OutOfMemory,
+    Unavailable,
+)
 from triton_kv.extensible import ExtensibleTensor
 from triton_kv.groups import LayerGroup
+from triton_kv.host_copy import host_bytes_for
+from triton_kv.kernels.blocks import copy_blocks_kernel
+from triton_kv.kernels.gather import gather_blocks_kernel
 from triton_kv.memory import AllocatedMemory, FaultyMemory, HandlePolicy, HostMemory, PoisonedMemory
 from triton_kv.store import BlockStore, MemoryChange
 
@@ -265,7 +277,8 @@ def test_sleep_and_wake(keep: str | None, live: list[int] | None) -> None:
     assert report.freed == free_bytes(store) - before.free_bytes == before.mapped_bytes
     kept = range(13) if live is None else live
     assert report.host_bytes == (len(kept) * store.block_bytes if keep else 0)
-    assert store.stats().host_bytes == report.host_bytes
+    # With the list of ids, which kernels that gather read.
+    assert store.stats().host_bytes == (host_bytes_for(len(kept), store.block_bytes) if keep else 0)
     assert (store.state, store.num_blocks, int(store.control[0]), store.mapped_bytes) == ("asleep", 0, 0, 0)
     woken = store.wake()
     assert (woken.num_blocks, woken.host_bytes) == (13, report.host_bytes)
@@ -284,7 +297,7 @@ def test_host_memory_made_beforehand() -> None:
     store, model = filled(13)
     seconds = store.prepare_sleep()
     assert seconds > 0
-    assert store.stats().host_bytes == 13 * store.block_bytes
+    assert store.stats().host_bytes == host_bytes_for(13, store.block_bytes)
     pins = store.memory.calls["pin"]
     for _ in range(3):
         assert store.sleep(keep="host").pin_seconds == 0
@@ -295,37 +308,131 @@ def test_host_memory_made_beforehand() -> None:
     assert store.memory.pinned_bytes == 0
 
 
+def gathering(monkeypatch: pytest.MonkeyPatch, batch_bytes: int = 5 * G) -> None:
+    """Kernels gather whatever there is, in batches of so many bytes."""
+    monkeypatch.setattr("triton_kv.host_copy.should_gather", lambda *arguments: True)
+    monkeypatch.setattr("triton_kv.host_copy.BATCH_BYTES", batch_bytes)
+
+
+def keep_alone(model: Model, live: list[int]) -> None:
+    for block in set(range(len(model.values))) - set(live):
+        model.values[block] = 0
+
+
 @pytest.mark.parametrize("live", [[0, 3, 4, 7, 12], [5], [], list(range(13))], ids=str)
 @pytest.mark.parametrize("batch_bytes", [1, 5 * G, 1 << 20], ids=["one block", "a few", "all"])
 def test_scattered_blocks_are_gathered_first(
     monkeypatch: pytest.MonkeyPatch, live: list[int], batch_bytes: int
 ) -> None:
-    monkeypatch.setattr("triton_kv.host_copy.should_stage", lambda memory, num_bytes: True)
-    monkeypatch.setattr("triton_kv.host_copy.STAGING_BYTES", batch_bytes)
+    gathering(monkeypatch, batch_bytes)
     store, model = filled(13, 2)
     copies = store.memory.calls["copy"]
     store.sleep(keep="host", live=live)
     if batch_bytes > 5 * G:
         assert store.memory.calls["copy"] - copies == 2 * bool(live), "one copy over the link for each buffer"
+    assert store.mapped_bytes == store.stats().staging_bytes == 0
     store.wake()
-    for block in set(range(13)) - set(live):
-        model.values[block] = 0
+    assert store.stats().staging_bytes == 0
+    keep_alone(model, live)
     model.check(store)
 
 
-def test_blocks_go_one_by_one_where_no_memory_is_left_to_gather(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triton_kv.host_copy.should_stage", lambda memory, num_bytes: True)
-    monkeypatch.setattr("triton_kv.host_copy.STAGING_BYTES", 5 * G)
+@pytest.mark.parametrize("short", ["sleep", "wake", "both"])
+@pytest.mark.parametrize("code", ["create", "reserve"])
+def test_kernels_reach_over_the_link_where_no_staging_memory_is_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, short: str, code: str
+) -> None:
+    gathering(monkeypatch)
     store, model = filled(13)
-    copies = store.memory.calls["copy"]
-    for _ in range(2):  # the first and the second buffer's staging memory
-        store.memory.fail("create", 1 if store.memory.num_planned == 0 else 2)
-    store.sleep(keep="host", live=[1, 5, 6, 9])
-    assert store.memory.num_planned == 0
-    assert store.memory.calls["copy"] - copies == 3 * 5, "every run of blocks in every segment"
+    copies, live = store.memory.calls["copy"], [1, 5, 6, 9]
+
+    def fails(*arguments: object, **options: object) -> None:
+        raise AddressSpaceExhausted("reserve", "ENOMEM") if code == "reserve" else DriverError("create", "ENOMEM")
+
+    with monkeypatch.context() as context:
+        if short != "wake":
+            context.setattr("triton_kv.store.Staging", fails)
+        store.sleep(keep="host", live=live)
+    gathered = store.memory.calls["copy"] - copies
+    assert (gathered == 0) == (short != "wake")
+    with monkeypatch.context() as context:
+        if short != "sleep":
+            context.setattr("triton_kv.store.Staging", fails)
+        store.wake()
+    keep_alone(model, live)
+    model.check(store)
+    assert "bytes of device memory to gather blocks in, so kernels" in caplog.text
+
+
+def test_blocks_go_run_by_run_where_no_kernel_can_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathering(monkeypatch)
+    store, model = filled(13)
+    copies, live = store.memory.calls["copy"], [1, 5, 6, 9]
+    with monkeypatch.context() as context:
+        context.setattr("triton_kv.host_copy.can_launch", lambda memory, launches: False)
+        store.sleep(keep="host", live=live)
+    assert store.memory.calls["copy"] - copies >= 3 * 5, "every run of blocks in every segment"
+    store.wake()  # with kernels: what lies in the host's memory is the same
+    keep_alone(model, live)
+    model.check(store)
+
+
+def test_staging_memory_is_made_beforehand_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathering(monkeypatch)
+    store, model = filled(13)
+    free = free_bytes(store)
+    assert store.prepare_sleep() > 0
+    staging = store.stats().staging_bytes
+    assert staging == free - free_bytes(store) > 0
+    assert store.prepare_sleep() == 0
+    for _ in range(2):
+        free = free_bytes(store)
+        report = store.sleep(keep="host", live=[2, 4, 9])
+        assert report.freed == free_bytes(store) - free
+        assert store.stats().staging_bytes == 0
+        store.wake()
+        keep_alone(model, [2, 4, 9])
+        model.check(store)
+        assert store.stats().staging_bytes > 0, "for the next sleep"
+    free = free_bytes(store)
+    assert store.trim() == free_bytes(store) - free > 0
+    assert store.stats().staging_bytes == 0
+    store.prepare_sleep()
+    assert store.stats().staging_bytes == staging
+    store.close(lambda: None)
+    assert store.memory.live == (0, 0, 0)
+    assert store.memory.pinned_bytes == 0
+
+
+def test_staging_memory_gives_way_to_a_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathering(monkeypatch)
+    store = make_store(faulty("host"))
+    store.extend(20)
+    store.prepare_sleep()
+    store.memory.memory.memory._budget_bytes = store.mapped_bytes_at(CAPACITY)  # type: ignore[attr-defined]
+    store.extend(CAPACITY)
+    assert (store.num_blocks, store.stats().staging_bytes) == (CAPACITY, 0)
+
+
+def test_a_sleep_with_an_event_waits_for_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else another thread's capture would end: also where staging memory is given back."""
+    gathering(monkeypatch)
+    store, _ = filled(13)
+    calls = store.memory.calls["synchronize"]
+    store.sleep(keep="host", live=[1, 4], after=type("Event", (), {"synchronize": lambda self: None})())
+    assert store.memory.calls["synchronize"] == calls
+
+
+def test_a_sleep_gives_pooled_handles_back() -> None:
+    store, model = filled(13, handles=HandlePolicy(G, pool_bytes=64 * G))
+    store.shrink(7)
+    model.resize(7)
+    before = free_bytes(store)
+    assert store.stats().pooled_bytes > 0
+    report = store.sleep(keep="host")
+    assert report.freed == free_bytes(store) - before
+    assert (store.stats().pooled_bytes, store.memory.live.handles) == (0, 0)
     store.wake()
-    for block in set(range(13)) - {1, 5, 6, 9}:
-        model.values[block] = 0
     model.check(store)
 
 
@@ -638,6 +745,9 @@ def test_launches_of_copies_are_known_before_the_first() -> None:
     launches = store.copy_launches()
     store.memory.is_capturing = lambda: True  # type: ignore[method-assign]
     store.copy_blocks(torch.tensor([[0, 1]], dtype=torch.int32))  # the table is there, so it may be captured
+    scatters = [launch.arguments["SCATTER"] for launch in launches if launch.kernel is gather_blocks_kernel]
+    assert scatters == [False, True] * len(store.buffers)
+    launches = [launch for launch in launches if launch.kernel is copy_blocks_kernel]
     flags = {(launch.arguments["SOURCE_BOUNDED"], launch.arguments["TARGET_BOUNDED"]) for launch in launches}
     assert flags == {(True, True), (False, True), (True, False)}
     dtypes = {launch.arguments["pairs_ptr"].dtype for launch in launches}

@@ -37,9 +37,20 @@ def grow(*sizes: int) -> Callable[[BlockStore, Model], None]:
     return prepare
 
 
-def grow_and_sleep(keep: str | None, live: list[int] | None = None) -> Callable[[BlockStore, Model], None]:
+def grow_and_prepare(*sizes: int) -> Callable[[BlockStore, Model], None]:
     def prepare(store: BlockStore, model: Model) -> None:
-        grow(2, 13)(store, model)
+        grow(*sizes)(store, model)
+        store.prepare_sleep()
+        assert store.stats().staging_bytes
+
+    return prepare
+
+
+def grow_and_sleep(
+    keep: str | None, live: list[int] | None = None, *, prepared: bool = False
+) -> Callable[[BlockStore, Model], None]:
+    def prepare(store: BlockStore, model: Model) -> None:
+        (grow_and_prepare if prepared else grow)(2, 13)(store, model)
         store.sleep(keep=keep, live=live)
         kept = model.values.copy()
         model.resize(0)
@@ -106,6 +117,13 @@ CHANGES = {
     "wake with gathered blocks": Change(
         grow_and_sleep("host", [3, 4, 12]), lambda store: store.wake(), awake, gather=True
     ),
+    "prepare a sleep": Change(grow(2, 13), lambda store: store.prepare_sleep(), same, gather=True),
+    "sleep as prepared": Change(
+        grow_and_prepare(2, 13), lambda store: store.sleep(keep="host", live=[0, 5, 6]), to(0), gather=True
+    ),
+    "wake as prepared": Change(
+        grow_and_sleep("host", [3, 4, 12], prepared=True), lambda store: store.wake(), awake, gather=True
+    ),
     "wake": Change(grow_and_sleep(None), lambda store: store.wake(), awake),
     "wake with contents": Change(grow_and_sleep("host"), lambda store: store.wake(), awake),
     "wake with live blocks": Change(grow_and_sleep("host", [3, 4, 12]), lambda store: store.wake(), awake),
@@ -149,7 +167,7 @@ def test_every_call_of_a_change_may_fail(
     if change.gather:
         if name != "host":
             pytest.skip("books have no blocks to gather, and plain memory does not crowd the device")
-        monkeypatch.setattr("triton_kv.host_copy.should_stage", lambda memory, num_bytes: True)
+        monkeypatch.setattr("triton_kv.host_copy.should_gather", lambda *arguments: True)
     if change.tight and name == "allocated":
         pytest.skip("plain memory is all there from the start")
     memory, store, model = start(name, change)

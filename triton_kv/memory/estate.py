@@ -53,10 +53,11 @@ class Estate:
     Failures are returned without their tracebacks, whose frames would keep the caller, and with it views, alive.
     """
 
-    __slots__ = ("address", "leaving", "memory", "num_bytes", "pid", "pool", "reported", "runs", "strays")
+    __slots__ = ("address", "is_private", "leaving", "memory", "num_bytes", "pid", "pool", "reported", "runs", "strays")
 
-    def __init__(self, memory: VirtualMemory, address: int, num_bytes: int) -> None:
+    def __init__(self, memory: VirtualMemory, address: int, num_bytes: int, *, is_private: bool = False) -> None:
         self.memory = memory
+        self.is_private = is_private  # only the driver's own fills and copies touch it
         self.address = address  # 0 once it is free
         self.num_bytes = num_bytes
         self.runs: list[Run] = []  # mapped, sorted, disjoint
@@ -71,11 +72,12 @@ class Estate:
         return not (self.address or self.strays)
 
     def clear(self) -> list[BaseException]:
-        """Wait for the device, unmap all, release all. What fails stays in the books and is returned."""
+        """Wait for what may touch it, unmap all, release all. What fails stays in the books and is returned."""
         failures: list[BaseException] = []
         if self.runs:
             try:
-                self.memory.synchronize()
+                # A wait for the whole device would end another thread's capture.
+                (self.memory.wait if self.is_private else self.memory.synchronize)()
             except Exception as failure:  # a context that died cannot be waited for, and nothing runs in it any more
                 failures.append(failure.with_traceback(None))
         stuck = []

@@ -34,19 +34,24 @@ class Reservation:
         memory: the driver.
         num_bytes: rounded up to whole granules.
         policy: how runs are cut into handles, and how many bytes of unused handles are kept.
+        is_private: only the driver's own fills and copies touch it, and there are no views: closing waits for these
+            copies alone.
 
     Raises:
         AddressSpaceExhausted: nothing is reserved then.
     """
 
-    def __init__(self, memory: VirtualMemory, num_bytes: int, policy: HandlePolicy | None = None) -> None:
-        warn(memory, "what a dead owner left could not be given back yet", reap(memory))
+    def __init__(
+        self, memory: VirtualMemory, num_bytes: int, policy: HandlePolicy | None = None, *, is_private: bool = False
+    ) -> None:
+        if not is_private:  # reaping may wait for the whole device
+            warn(memory, "what a dead owner left could not be given back yet", reap(memory))
         self.memory = memory
         self.num_bytes = round_up(num_bytes, memory.granularity)
         self.policy = policy or HandlePolicy()
         with memory.activate():
             self.address = memory.reserve(self.num_bytes)
-        self._estate = Estate(memory, self.address, self.num_bytes)
+        self._estate = Estate(memory, self.address, self.num_bytes, is_private=is_private)
         self._lease: Lease | None = Lease(self._estate)
         self._closed = False
         # Called when memory runs out: gives back spare handles of others too, and says whether there were any.
@@ -267,6 +272,9 @@ class Reservation:
             raise Forked(f"a reservation of {self.num_bytes} bytes")
         self._closed = True
         failures: list[BaseException] = []
+        if self._estate.is_private:  # no view keeps its addresses
+            raise_together(self._estate.give_back())
+            return
         if self._lease is not None:
             with self.memory.activate():
                 failures += self._estate.clear()
