@@ -241,6 +241,10 @@ class ExtensibleTensor:
             return self._num_segments * round_up(bytes_per_segment, granularity)
         return granule_bytes(self._ranges(0, bytes_per_segment), granularity)
 
+    def missing_bytes_at(self, bytes_per_segment: int) -> int:
+        """Physical bytes that growing to `bytes_per_segment` would take beside what is mapped, in whole granules."""
+        return self._reservation.missing_bytes(self._ranges(0, bytes_per_segment))
+
     def resize_per_segment_(self, bytes_per_segment: int, zero_new: bool = False) -> ExtensibleTensor:
         """Grow every segment to `bytes_per_segment` committed bytes; the bytes before keep their contents.
 
@@ -479,17 +483,16 @@ class ExtensibleTensor:
         self._bytes_per_segment = bytes_per_segment
 
     def _out_of_memory(self, bytes_per_segment: int, cause: DriverError) -> OutOfMemory:
-        mapped = self.mapped_bytes
-        free_bytes = self._memory.memory_info()[0]
+        free_bytes = self._memory.memory_info()[0] + self.pooled_bytes
         low, high = self._bytes_per_segment, self._segment_capacity_bytes
         while low < high:
             middle = (low + high + 1) // 2
-            if self.mapped_bytes_at(middle) - mapped <= free_bytes:
+            if self.missing_bytes_at(middle) <= free_bytes:
                 low = middle
             else:
                 high = middle - 1
         error = OutOfMemory(
-            self.mapped_bytes_at(bytes_per_segment) - mapped,
+            self.missing_bytes_at(bytes_per_segment),
             free_bytes,
             low if low < bytes_per_segment else None,  # the driver refused what the numbers allow
             "bytes per segment",

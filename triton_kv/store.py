@@ -397,11 +397,11 @@ class BlockStore:
         for buffer, _ in self.buffers:
             buffer.shrink_(0, transaction)
 
-    def add_buffers(self, buffers: Sequence[StoredBuffer], publish: Callable[[], None]) -> None:
+    def add_buffers(self, buffers: Sequence[StoredBuffer], publish: Callable[[Transaction], None]) -> None:
         """Brings new buffers to the committed blocks, zeroed, and only then makes them part of every later change.
 
-        `publish` is called last, with the lock held. After an error nothing has changed but the new buffers, which the
-        caller frees.
+        `publish` is called last, with the lock held, and notes its undo. After an error nothing has changed but the new
+        buffers, which the caller frees.
         """
         with self.locked():
             self._require_changeable("adding a group")
@@ -413,7 +413,8 @@ class BlockStore:
                         buffer.grow_(self.num_blocks * block_bytes, transaction)
                     self.memory.wait()
                     self._show_segments([*self.buffers, *buffers], transaction)
-                    publish()
+                    self._set("buffers", (*self.buffers, *buffers), transaction)
+                    publish(transaction)
             except DriverError as error:
                 if not error.out_of_memory:
                     raise
@@ -422,7 +423,6 @@ class BlockStore:
                 )
                 attach_failures(described, list(error.undo_failures))
                 raise described from error
-            self.buffers = (*self.buffers, *buffers)
 
     # Giving back.
 
@@ -630,11 +630,6 @@ class BlockStore:
             if not chosen and self.buffers:
                 yield Nap(Progress([]))
                 return
-            if self._alias == "on" and len(chosen) < len(self.buffers):
-                raise ValueError(
-                    "some groups cannot sleep while one granule stands for all segments (alias=True): extend past it "
-                    "first, or let all groups sleep"
-                )
             num_blocks = self._blocks_asleep if self._asleep else self.num_blocks
             blocks = range(num_blocks) if live is None else check_live(live, num_blocks)
             nap = Nap(Progress([self.buffers[index].buffer for index in chosen], pool=False))
@@ -655,7 +650,8 @@ class BlockStore:
                     self._wait_for(after)
                     copies = self._save(nap, pinned, blocks, chosen)
                     self._set("epoch", epoch, transaction)
-                    self._set("_alias", "no", transaction)
+                    if all_asleep:  # what wakes is real memory; aliases of groups that are awake go at the next extend
+                        self._set("_alias", "no", transaction)
                     for index in chosen:
                         self.buffers[index].buffer.shrink_(0, transaction)
                     self._set("_asleep", {**self._asleep, **copies}, transaction)
@@ -992,19 +988,28 @@ class BlockStore:
     def freed(self, progress: Progress) -> Freed:
         return progress.freed if self.elastic else Freed(0)
 
+    def _missing_bytes(self, num_blocks: int) -> int:
+        """What an extension to so many blocks must allocate."""
+        if self._alias == "wanted" and self._fits_one_granule(num_blocks):
+            return self.memory.granularity * len(self.buffers) if num_blocks else 0
+        if self._alias == "on":  # what is mapped goes, but only once what replaces it is there
+            return self.mapped_bytes_at(num_blocks)
+        return sum(buffer.missing_bytes_at(num_blocks * block_bytes) for buffer, block_bytes in self.buffers)
+
     def _out_of_memory(
         self, target: int, operation: str, error: DriverError, only: Sequence[int] | None = None
     ) -> OutOfMemory:
         free_bytes, _ = self.memory.memory_info()
         free_bytes += sum(buffer.pooled_bytes for buffer, _ in self.buffers)
+        free_bytes += self._staging.num_bytes if self._staging is not None else 0
         would_fit = None
         if only is None:
-            asked_bytes = self.mapped_bytes_at(target) - self.mapped_bytes
-            most = largest_fit(self.mapped_bytes_at, self.mapped_bytes + free_bytes, self.capacity)
+            asked_bytes = self._missing_bytes(target)
+            most = max(largest_fit(self._missing_bytes, free_bytes, self.capacity), self.num_blocks)
             would_fit = most if most < target else None  # the driver refused what the numbers allow
         else:  # all or none of it
             chosen = [self.buffers[index] for index in only]
-            asked_bytes = sum(buffer.mapped_bytes_at(target * size) - buffer.mapped_bytes for buffer, size in chosen)
+            asked_bytes = sum(buffer.missing_bytes_at(target * size) for buffer, size in chosen)
         described = OutOfMemory(
             asked_bytes,
             free_bytes,
@@ -1179,7 +1184,7 @@ def _relieve(reference: weakref.ref[BlockStore]) -> bool:
     if store is None:
         return False
     drained = [buffer.drain_pool() for buffer, _ in store.buffers]
-    return any(drained) or bool(store._drop_staging())
+    return store._drop_staging() > 0 or any(drained)
 
 
 def check_live(live: Iterable[int], num_blocks: int) -> list[int]:

@@ -632,6 +632,50 @@ def test_aliases_cost_one_granule_a_buffer_until_the_first_extend() -> None:
     assert store.mapped_bytes == store.mapped_bytes_at(1), "only the first time"
 
 
+HISTORIES = {
+    "nothing": ({}, []),
+    "some blocks": ({}, [3, 7]),
+    "aliases to come": ({"alias": True}, []),
+    "aliases": ({"alias": True}, [1]),
+    "past aliases": ({"alias": True}, [1, 5]),
+    "pooled": ({"handles": HandlePolicy(2 * G, 6 * G)}, [12, -4]),
+    "handles that could not be cut": ({}, [12, -4]),
+}
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_what_would_fit_fits_and_no_block_more(history: str) -> None:
+    options, steps = HISTORIES[history]
+    answers = set()
+    for budget in range(1, 80):
+        store = make_store(faulty("host", budget * G), **options)  # type: ignore[arg-type]
+        try:
+            for step in steps:
+                store.extend(step) if step > 0 else store.shrink(-step)
+        except OutOfMemory:
+            store.close(lambda: None)
+            continue
+        before = held(store)
+        while True:
+            try:
+                store.extend(CAPACITY)
+                break
+            except OutOfMemory as error:
+                assert held(store)._replace(num_handles=0, live=(), free_bytes=0) == before._replace(
+                    num_handles=0, live=(), free_bytes=0
+                ), "but for pooled handles"
+                fits = error.would_fit if error.asked_bytes > error.free_bytes else None
+                assert fits is not None
+                answers.add(fits)
+                with pytest.raises(OutOfMemory):
+                    store.extend(fits + 1)
+                store.extend(fits)
+                assert store.num_blocks == fits >= before.num_blocks
+                break
+        store.close(lambda: None)
+    assert len(answers) > 3
+
+
 @pytest.mark.parametrize("operation", ["close", "sleep", "shrink"])
 def test_aliased_memory_goes_like_any_other(operation: str) -> None:
     store = make_store(faulty("host"), alias=True)
@@ -1009,21 +1053,48 @@ GROUPS = [
 
 
 def reserve_groups(**options):
-    return tkv.KVCache.reserve(GROUPS, block_size=16, capacity=64, memory=tkv.HostMemory(4096), **options)
+    memory = tkv.HostMemory(4096, budget_bytes=64 << 20)
+    return tkv.KVCache.reserve(GROUPS, block_size=16, capacity=64, memory=memory, **options)
 
 
-def test_groups_do_not_sleep_alone_while_one_granule_stands_for_all_segments():
+@pytest.mark.parametrize("keep", [None, "host"])
+def test_groups_sleep_alone_while_one_granule_stands_for_all_segments(keep):
     with reserve_groups(alias=True) as cache:
         cache.extend(1)
-        with pytest.raises(ValueError, match="some groups cannot sleep while one granule stands for all segments"):
-            cache.sleep(groups=["a"])
-        cache.sleep()
+        cache["a.0"].k[:1] = 3
+        held_bytes, mapped_bytes = cache.memory_info()[0], cache.mapped_bytes
+        report = cache.sleep(keep, groups=["a"])
+        assert report.freed == cache.memory_info()[0] - held_bytes == 4096, "one of the two granules"
+        cache["b.0"].k[:1] = 5
         cache.wake()
+        assert bool((cache["a.0"].k[0] == (3 if keep else 0)).all())
+        assert bool((cache["b.0"].k[0] == 5).all())
+        assert cache.mapped_bytes == mapped_bytes + 4096, "what wakes is real memory, one granule a segment"
+        epoch = cache.epoch
         cache.extend(32)
+        assert cache.epoch == epoch + 1
         assert cache.mapped_bytes == cache.mapped_bytes_at(32)
+        for layer in cache:
+            assert not layer.k[:32].any()
+            assert not layer.v[:32].any()
         cache["b.0"].k[:32] = 1
         assert not cache["b.0"].v[:32].any()
         assert not cache["b.1"].k[:32].any()
+
+
+def test_groups_that_sleep_one_after_the_other_wake_without_aliases():
+    with reserve_groups(alias=True) as cache:
+        cache.extend(1)
+        cache.sleep(groups=["a"])
+        cache.sleep(groups=["b"])
+        assert cache.mapped_bytes == 0
+        cache.wake()
+        assert cache.mapped_bytes == cache.mapped_bytes_at(1)
+        cache["a.0"].k[:1] = 3
+        epoch = cache.epoch
+        cache.extend(32)
+        assert cache.epoch == epoch
+        assert bool((cache["a.0"].k[0] == 3).all())
 
 
 @pytest.mark.parametrize("inner", ["extend", "shrink", "sleep", "close", "coalesce"])

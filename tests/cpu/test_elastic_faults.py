@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
+import torch
 from elastic_store import G, Held, Model, faulty, held, make_store
 
+from triton_kv import AttentionSpec, KVCache, LayerGroup
 from triton_kv.errors import DriverError, OutOfMemory
 from triton_kv.memory import FaultyMemory, HandlePolicy
 from triton_kv.memory.reservation import reap
@@ -211,3 +214,87 @@ def test_every_call_of_a_change_may_fail(
             break
     never_raises = {"trim", "coalesce"} if name == "allocated" else {"trim"}
     assert num_raised > 0 or change in [CHANGES[each] for each in never_raises]
+
+
+SPEC = AttentionSpec(num_kv_heads=2, head_dim=16, dtype=torch.float32)
+ADDED = LayerGroup("added", {"added.0": SPEC, "added.1": SPEC})
+
+
+ADDITIONS = {
+    "before any block": (0, False, {}),
+    "one buffer": (5, False, {}),
+    "two buffers": (5, True, {}),
+    "two buffers, dense": (5, True, {"dense": True}),
+    "beside aliases": (1, True, {"alias": True}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("host", "driver"), ("host", "interrupt"), ("fake", "driver"), ("allocated", "driver")]
+)
+@pytest.mark.parametrize(("num_blocks", "separate", "options"), ADDITIONS.values(), ids=ADDITIONS)
+def test_every_call_of_adding_a_group_may_fail(
+    num_blocks: int, separate: bool, options: dict[str, bool], name: str, error: str
+) -> None:
+    group = replace(ADDED, separate=separate)
+    nth = num_raised = 0
+    while True:
+        nth += 1
+        memory = faulty(name)
+        cache = KVCache.reserve(SPEC, num_layers=2, block_size=4, capacity=24, memory=memory, **options)
+        if name == "allocated":
+            cache.shrink(0)
+        cache.extend(num_blocks)
+        has_bytes = name != "fake"
+        if has_bytes:
+            cache[1].v[: cache.num_blocks] = 7
+        before, names = held(cache._store), [layer.name for layer in cache.geometry.layers]
+        memory.fail("any", nth, code="EIO" if error == "driver" else KeyboardInterrupt())
+        try:
+            cache.add_group(group)
+        except (DriverError, KeyboardInterrupt) as raised:
+            num_raised += 1
+            raised.__traceback__ = None
+            assert not getattr(raised, "undo_failures", ())  # noqa: PT017
+            memory.heal()
+            assert reap(memory) == []
+            assert held(cache._store) == before, f"call {nth}"
+            assert [layer.name for layer in cache.geometry.layers] == names
+            assert len(cache) == 2
+            with pytest.raises(KeyError):
+                cache["added.0"]
+            cache.add_group(group)
+        untouched = memory.num_planned == 1
+        memory.heal()
+        assert len(cache) == 4
+        if has_bytes:
+            assert bool((cache[1].v[: cache.num_blocks] == 7).all())
+            for added in ("added.0", "added.1"):
+                assert not cache[added].k[: cache.num_blocks].any()
+                cache[added].v[: cache.num_blocks] = 9
+            if num_blocks:
+                cache.zero_blocks([0])
+                assert not cache["added.1"].v[:1].any()
+        if not options.get("alias"):
+            assert cache.mapped_bytes == cache.mapped_bytes_at(cache.num_blocks)
+        cache.extend(24)
+        assert cache.num_blocks == 24
+        cache.close()
+        assert reap(memory) == []
+        assert memory.live[1:] == (0, 0)
+        if untouched:
+            break
+    assert num_raised > 0
+
+
+def test_adding_a_group_takes_what_pools_and_staging_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton_kv.host_copy.should_gather", lambda *arguments: True)
+    memory = faulty("host")
+    handles = HandlePolicy(pool_bytes=64 * G)
+    with KVCache.reserve(SPEC, num_layers=2, block_size=4, capacity=24, memory=memory, handles=handles) as cache:
+        cache.extend(24)
+        cache.shrink(8)
+        cache.prepare_sleep()
+        memory.memory.memory._budget_bytes = 2 * cache.mapped_bytes_at(8)  # type: ignore[attr-defined]
+        cache.add_group(ADDED)
+        assert cache.stats().pooled_bytes == cache.stats().staging_bytes == 0

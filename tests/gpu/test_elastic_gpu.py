@@ -55,11 +55,11 @@ def write(cache: tkv.KVCache, start: int = 0, end: int | None = None) -> None:
 
 
 def check(cache: tkv.KVCache, blocks: torch.Tensor | range, source: torch.Tensor | range | None = None) -> None:
-    """Blocks hold what `write` put into `source` (by default themselves)."""
+    """Blocks hold what `write` put into `source` (by default themselves), in the layers that were there then."""
     where = torch.as_tensor(blocks, device="cuda", dtype=torch.int64)
     values = torch.as_tensor(blocks if source is None else source, device="cuda", dtype=torch.int64)
     values = values[:, None, None, None]
-    for layer in cache:
+    for layer in list(cache)[:NUM_LAYERS]:
         assert bool((layer.k[where] == values % 251 + layer.index).all()), layer
         assert bool((layer.v[where] == -(values % 241 + layer.index)).all()), layer
 
@@ -359,6 +359,7 @@ CHANGES = {
     "sleep gathered": (lambda cache: cache.sleep("host", live=range(0, 900, 3)), None),
     "wake gathered": (lambda cache: cache.wake(), 900),
     "past aliases": (lambda cache: cache.extend(1500), 1500),
+    "add_group": (lambda cache: cache.add_group(tkv.LayerGroup("added", {"added": SPEC})), 900),
 }
 
 
@@ -406,7 +407,12 @@ def test_any_single_driver_call_may_fail(name):
             assert cache.asleep
         else:
             assert cache.num_blocks == expected
-            kept = {"extend": 900, "shrink": 200, "wake": 900, "coalesce": 900, "extend_async": 900}.get(name, 0)
+            assert len(cache) == NUM_LAYERS + (name == "add_group")
+            if name == "add_group":
+                assert not cache["added"].k[:900].any()
+                assert not cache["added"].v[:900].any()
+            old = {"extend": 900, "shrink": 200, "wake": 900, "coalesce": 900, "extend_async": 900, "add_group": 900}
+            kept = old.get(name, 0)
             check(cache, range(kept))
             if name == "wake gathered":
                 check_only(cache, torch.arange(0, 900, 3))
@@ -587,7 +593,7 @@ def test_copies_compile_nothing_after_compile_kernels():
             graph.replay()
             cache.copy_blocks(pairs.long())
             cache.copy_blocks([(3, 4), (4, 3), (5, 6)])
-            cache.sleep("host", live=[2, 4, 6])
+            cache.sleep("host", live=range(2, 64, 2))  # enough scattered blocks for kernels to gather them
             cache.wake()
         assert compiled == []
         check(cache, torch.tensor([2, 4, 6]), torch.tensor([1, 3, 5]))

@@ -132,6 +132,15 @@ class Reservation:
                 if on_mapped is not None:
                     on_mapped(index)
 
+    def missing_bytes(self, ranges: Sequence[ByteRange]) -> int:
+        """What an `ensure` of these ranges would map, in whole granules."""
+        total = position = 0
+        for offset, num_bytes in ranges:
+            for start, end in self._missing(offset, num_bytes):
+                total += max(end - max(start, position), 0)  # two ranges may share a granule
+                position = max(end, position)
+        return total
+
     def alias(self, ranges: Sequence[ByteRange], transaction: Transaction) -> None:
         """Map one granule of memory, the same one, behind every missing granule of `ranges`.
 
