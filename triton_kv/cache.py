@@ -472,7 +472,7 @@ class KVCache:
     def trim(self, limit_bytes: int = 0) -> int:
         """Releases pooled handles until each buffer keeps at most `limit_bytes` of them; returns the bytes.
 
-        Handles that the driver refused to release earlier are tried again. Works in sleep, too.
+        Staging memory that waits for the next sleep goes, too, and handles that the driver refused to release earlier are tried again. Works in sleep, too.
         """
         return self._store.trim(limit_bytes)
 
@@ -508,7 +508,8 @@ class KVCache:
     def prepare_sleep(self, num_blocks: int | None = None) -> float:
         """Pins host memory for `sleep(keep="host")` of so many blocks (default: all committed); returns the seconds.
 
-        Pinning takes longer than the copies, so it is worth doing beforehand; the memory stays until `close`.
+        Pinning takes longer than the copies, so it is worth doing beforehand; the memory stays until `close`. On a GPU
+        it also loads the kernels that gather scattered blocks, and makes their staging memory (docs/memory.md).
         """
         return self._store.prepare_sleep(num_blocks)
 

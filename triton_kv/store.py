@@ -177,7 +177,7 @@ class BlockStore:
         self._block_spans: BlockSpans | None = None
         self._table: CopyTable | None = None
         self._watchers: list[tuple[Callable[[MemoryChange], object]]] = []  # one tuple a registration
-        self._in_change = False
+        self._changing_thread: int | None = None
         self._pid = os.getpid()
         self._lock = threading.RLock()
         # Activated, so that a thread without a context is left without one; and not in inference mode, else changes
@@ -918,15 +918,15 @@ class BlockStore:
     def _changing(self) -> Iterator[Transaction]:
         """One transaction over all buffers, with the device current; the store is broken if its undo fails."""
         transaction = Transaction()
-        self._in_change = True
         try:
+            self._changing_thread = threading.get_ident()
             with self.memory.activate(), transaction:
                 yield transaction
         except BaseException:
             self.failures += 1
             raise
         finally:
-            self._in_change = False
+            self._changing_thread = None
             if transaction.undo_failures or any(buffer.broken for buffer, _ in self.buffers):
                 self._state = "broken"
 
@@ -1123,7 +1123,7 @@ class BlockStore:
 
     def _require_no_change(self, operation: str) -> None:
         """The lock lets its own thread in again: from a watcher, or a signal handler."""
-        if self._in_change:
+        if self._changing_thread == threading.get_ident():
             raise TritonKVError(
                 f"{operation} inside another change of this cache, from a watcher or a signal handler: nothing was "
                 "done, call it when that change has ended"

@@ -20,6 +20,7 @@ from triton_kv.errors import (
     BadAccess,
     Broken,
     CaptureError,
+    Closed,
     DriverError,
     OutOfMemory,
     Unavailable,
@@ -188,6 +189,54 @@ def test_a_pool_gives_way_to_a_growth_that_needs_its_memory() -> None:
     store.memory.memory.memory._budget_bytes = store.mapped_bytes_at(CAPACITY)  # type: ignore[attr-defined]
     store.extend(CAPACITY)
     assert store.num_blocks == CAPACITY
+
+
+STATES = {
+    "open": lambda store: None,
+    "emptied": lambda store: store.shrink(0),
+    "asleep": lambda store: store.sleep(),
+    "asleep in part": lambda store: store.sleep(only=[0]),
+    "awake again": lambda store: (store.sleep(keep="host"), store.wake()),
+    "coalesced": lambda store: store.coalesce(),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_trim_gives_back_what_is_pooled_in_every_state(state: str) -> None:
+    store, _ = filled(13, handles=HandlePolicy(2 * G, pool_bytes=64 * G))
+    store.shrink(5)
+    STATES[state](store)
+    before = held(store)
+    assert store.trim() == free_bytes(store) - before.free_bytes
+    assert store.stats().pooled_bytes == 0
+    assert held(store)._replace(num_handles=0, live=(), free_bytes=0) == before._replace(
+        num_handles=0, live=(), free_bytes=0
+    )
+    assert store.trim() == 0
+    store.close(lambda: None)
+    with pytest.raises(Closed):
+        store.trim()
+    assert store.memory.live == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "call", ["unmap", "map", "copy", "create", "synchronize", "release", "wait", "reserve", "free"]
+)
+def test_growth_and_shrinking_after_a_shrink_that_failed(call: str) -> None:
+    store, model = filled(20, 4)
+    store.memory.fail(call, code="EIO")
+    try:
+        store.shrink(7)
+        model.resize(7)
+    except DriverError:
+        store.memory.heal()
+    model.check(store)
+    for target in (CAPACITY, 0, 3, 9):
+        (store.extend if target > store.num_blocks else store.shrink)(target)
+        model.resize(target)
+        model.check(store)
+        assert store.mapped_bytes == store.mapped_bytes_at(target)
+    assert store.stats().stray_bytes == 0
 
 
 # Coalesce.
@@ -732,6 +781,45 @@ def test_extend_async_reports_errors() -> None:
         store.extend_async(9)
 
 
+def test_changes_queue_behind_an_extension_in_the_background() -> None:
+    store, model = filled(3)
+    entered, proceed = threading.Event(), threading.Event()
+    real = store.memory.wait
+
+    def slow() -> None:
+        entered.set()
+        assert proceed.wait(20)
+        real()
+
+    store.memory.wait = slow  # type: ignore[method-assign]
+    first = store.extend_async(9)
+    assert entered.wait(20)
+    futures = [store.extend_async(target) for target in (15, 5, 12)]  # not "inside another change"
+    proceed.set()
+    for future in (first, *futures):
+        future.result(20)
+    assert store.num_blocks == 15
+    model.resize(15)
+    model.check(store)
+
+
+def test_an_extension_that_comes_after_a_sleep_or_close_says_so() -> None:
+    store, model = filled(3)
+    with store.locked():
+        future = store.extend_async(9)
+        store.sleep(keep="host")
+    with pytest.raises(Asleep):
+        future.result(20)
+    store.wake()
+    model.check(store)
+    with store.locked():
+        future = store.extend_async(9)
+        store.close(lambda: None)
+    with pytest.raises(Closed):
+        future.result(20)
+    assert store.memory.live == (0, 0, 0)
+
+
 # Captures.
 
 
@@ -821,6 +909,24 @@ def test_compaction_frees_what_it_promises(live) -> None:
     for block in live:
         model.values[int(plan.remapping[block])] = old[block]
     model.check(store)
+
+
+@given(live=st.lists(st.integers(-3, 23), max_size=40))
+@settings(max_examples=60, deadline=None)
+def test_compaction_of_any_list(live: list[int]) -> None:
+    store = make_store(faulty("fake"))
+    store.extend(20)
+    if any(not 0 <= block < 20 for block in live):
+        with pytest.raises(ValueError, match="is not one of the 20 committed blocks"):
+            store.compaction_plan(live)
+        return
+    plan = store.compaction_plan(live)
+    assert plan.num_blocks == len(set(live))
+    assert {int(plan.remapping[block]) for block in live} == set(range(plan.num_blocks))
+    sources, targets = {source for source, _ in plan.moves.tolist()}, {target for _, target in plan.moves.tolist()}
+    assert not sources & targets
+    assert not targets & set(live)
+    assert store.mapped_bytes - plan.freed_bytes == store.mapped_bytes_at(plan.num_blocks)
 
 
 def test_compaction_of_blocks_that_are_not_there() -> None:
@@ -1190,6 +1296,19 @@ def test_sleep_is_prepared_for_blocks_that_can_be(blocks):
         cache.extend(4)
         with pytest.raises(ValueError, match=r"num_blocks must lie in 0\.\.64"):
             cache.prepare_sleep(blocks)
+
+
+def test_stats_after_close_are_empty():
+    cache = reserve_groups()
+    cache.extend(4)
+    cache.prepare_sleep()
+    cache.sleep("host")
+    cache.close()
+    stats = cache.stats()
+    assert stats.state == "closed"
+    held_bytes = [stats.committed_bytes, stats.mapped_bytes, stats.pooled_bytes, stats.staging_bytes, stats.host_bytes]
+    assert [stats.num_blocks, stats.num_handles, *held_bytes] == [0] * 7
+    cache.close()
 
 
 def test_an_awake_group_shows_its_committed_blocks():

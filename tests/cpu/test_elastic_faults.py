@@ -13,8 +13,9 @@ from elastic_store import G, Held, Model, faulty, held, make_store
 
 from triton_kv import AttentionSpec, KVCache, LayerGroup
 from triton_kv.errors import DriverError, OutOfMemory
-from triton_kv.memory import FaultyMemory, HandlePolicy
+from triton_kv.memory import FaultyMemory, HandlePolicy, HostMemory, PoisonedMemory, VirtualMemory
 from triton_kv.memory.reservation import reap
+from triton_kv.memory.wrapper import WrappedMemory
 from triton_kv.store import BlockStore
 
 
@@ -214,6 +215,76 @@ def test_every_call_of_a_change_may_fail(
             break
     never_raises = {"trim", "coalesce"} if name == "allocated" else {"trim"}
     assert num_raised > 0 or change in [CHANGES[each] for each in never_raises]
+
+
+class LateInterrupts(WrappedMemory):
+    """An interrupt strikes when the n-th of the calls that return nothing is done, and nobody has noted that yet."""
+
+    def __init__(self, memory: VirtualMemory) -> None:
+        super().__init__(memory)
+        self.remaining = 0  # 0: no interrupt
+
+    def _pass(self) -> None:
+        self.remaining -= self.remaining > 0
+        if self.remaining == 0 and self.is_armed:
+            self.is_armed = False
+            raise KeyboardInterrupt
+
+    is_armed = False
+
+    def arm(self, nth: int) -> None:
+        self.remaining, self.is_armed = nth, True
+
+
+def _late(name: str) -> Callable[..., None]:
+    def call(self: LateInterrupts, *arguments: object, **options: object) -> None:
+        getattr(self.memory, name)(*arguments, **options)
+        self._pass()
+
+    return call
+
+
+for _name in ("map", "set_access", "unmap", "fill", "copy", "wait", "synchronize"):
+    setattr(LateInterrupts, _name, _late(_name))
+
+
+LOOSE = {name: change for name, change in CHANGES.items() if not change.tight}
+
+
+@pytest.mark.parametrize("change", LOOSE.values(), ids=LOOSE)
+def test_an_interrupt_may_strike_when_a_call_is_done(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
+    if change.gather:
+        monkeypatch.setattr("triton_kv.host_copy.should_gather", lambda *arguments: True)
+    nth = 0
+    while True:
+        nth += 1
+        memory = LateInterrupts(PoisonedMemory(HostMemory(G, 64 << 20)))
+        store = make_store(memory, handles=change.policy, alias=change.alias)
+        model = Model(store)
+        change.prepare(store, model)
+        before = held(store)
+        memory.arm(nth)
+        try:
+            change.apply(store)
+        except KeyboardInterrupt as raised:
+            raised.__traceback__ = None
+            assert not getattr(raised, "undo_failures", ())  # noqa: PT017
+            if change.gather and held(store) != before:
+                gc.collect()
+                assert reap(memory) == []
+        untouched, memory.is_armed = memory.is_armed, False
+        if held(store)[:2] == before[:2]:
+            if not untouched:
+                assert held(store) == before, f"call {nth}"
+            model.check(store)
+            change.apply(store)
+        change.model(model)
+        model.check(store)
+        store.close(lambda: None)
+        assert memory.live == (0, 0, 0)
+        assert memory.pinned_bytes == 0
+        if untouched:
+            break
 
 
 SPEC = AttentionSpec(num_kv_heads=2, head_dim=16, dtype=torch.float32)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from triton_kv.errors import DriverError
 from triton_kv.memory.protocol import VirtualMemory
 
 logger = logging.getLogger(__name__)
@@ -16,19 +17,35 @@ logger = logging.getLogger(__name__)
 class Run:
     """One handle and where it is mapped, in bytes from the reservation's start."""
 
-    __slots__ = ("end", "handle", "is_alias", "mapped", "pooled", "start")
+    __slots__ = ("end", "handle", "is_alias", "mapped", "pooled", "start", "unsure")
 
     def __init__(self, start: int, end: int) -> None:
         self.start = start
         self.end = end
         self.handle: int | None = None
         self.mapped = False
+        self.unsure = False  # a map or unmap is under way, or was interrupted: done or not, nobody knows
         self.is_alias = False  # the handle belongs to another run, which is mapped elsewhere too
         self.pooled = False  # the handle came out of the pool
 
     @property
     def num_bytes(self) -> int:
         return self.end - self.start
+
+
+def unmap_run(memory: VirtualMemory, address: int, run: Run) -> None:
+    """Unmap a handle that is mapped or may be, in a reservation at `address`."""
+    if not (run.mapped or run.unsure):
+        return
+    was_unsure = run.unsure
+    run.unsure = True
+    try:
+        memory.unmap(address + run.start, run.num_bytes)
+    except DriverError:
+        if not was_unsure:
+            run.unsure = False
+            raise
+    run.mapped = run.unsure = False
 
 
 class Inheritance(Protocol):
@@ -85,12 +102,11 @@ class Estate:
             while self.runs:
                 run = self.runs[-1]
                 try:
-                    self.memory.unmap(self.address + run.start, run.num_bytes)
+                    unmap_run(self.memory, self.address, run)
                 except Exception as failure:
                     failures.append(failure.with_traceback(None))
                     stuck.append(run)
                 else:
-                    run.mapped = False
                     self.strays.append(run)
                 self.runs.pop()
         finally:
@@ -191,4 +207,4 @@ def warn(memory: VirtualMemory, text: str, failures: list[BaseException]) -> Non
         logger.warning("%s: %s: %s", repr(memory), text, "; ".join(str(failure) for failure in failures))
 
 
-__all__ = ["Estate", "Inheritance", "Lease", "Run", "abandon", "reap", "warn"]
+__all__ = ["Estate", "Inheritance", "Lease", "Run", "abandon", "reap", "unmap_run", "warn"]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from triton_kv.errors import Broken, Closed, DriverError, Forked, raise_together
-from triton_kv.memory.estate import Estate, Lease, Run, abandon, reap, warn
+from triton_kv.memory.estate import Estate, Lease, Run, abandon, reap, unmap_run, warn
 from triton_kv.memory.policy import HandlePolicy
 from triton_kv.memory.protocol import VirtualMemory
 from triton_kv.memory.transaction import Transaction
@@ -222,8 +223,9 @@ class Reservation:
         with self.memory.activate():
             for run in runs:
                 transaction.undo(self._restore, run)
-                self.memory.unmap(self.address + run.start, run.num_bytes)
-                run.mapped = False
+                with _unsure(run):
+                    self.memory.unmap(self.address + run.start, run.num_bytes)
+                    run.mapped = False
             estate.runs[:] = [run for run in estate.runs if run.mapped]
             estate.leaving += runs
         return sum(run.num_bytes for run in runs if not run.is_alias)
@@ -319,8 +321,9 @@ class Reservation:
     def _map(self, run: Run, transaction: Transaction) -> None:
         assert run.handle is not None
         transaction.undo(self._drop, run)
-        self.memory.map(self.address + run.start, run.num_bytes, run.handle)
-        run.mapped = True
+        with _unsure(run):
+            self.memory.map(self.address + run.start, run.num_bytes, run.handle)
+            run.mapped = True
         insort(self._estate.runs, run, key=_start)
         self.memory.set_access(self.address + run.start, run.num_bytes)
 
@@ -330,8 +333,15 @@ class Reservation:
         assert new.handle is not None
         scratch = Estate(memory, memory.reserve(new.num_bytes), new.num_bytes)
         transaction.undo(self._drop_scratch, scratch)
-        memory.map(scratch.address, new.num_bytes, new.handle)
-        scratch.runs.append(Run(0, new.num_bytes))
+        mapping = Run(0, new.num_bytes)
+        scratch.runs.append(mapping)
+        try:
+            with _unsure(mapping):
+                memory.map(scratch.address, new.num_bytes, new.handle)
+                mapping.mapped = True
+        except DriverError:
+            scratch.runs.clear()
+            raise
         memory.set_access(scratch.address, new.num_bytes)
         for source in old:
             start, end = max(source.start, new.start), min(source.end, new.end)
@@ -353,9 +363,9 @@ class Reservation:
             return
         with self.memory.activate():
             self.memory.wait()
-            if scratch.runs:
-                self.memory.unmap(scratch.address, scratch.num_bytes)
-                scratch.runs.clear()
+            for mapping in scratch.runs:
+                unmap_run(self.memory, scratch.address, mapping)
+            scratch.runs.clear()
             self.memory.free(scratch.address, scratch.num_bytes)
             scratch.address = 0
 
@@ -363,9 +373,8 @@ class Reservation:
         """Undo of a mapping, as far as it came."""
         try:
             with self.memory.activate():
-                if run.mapped:
-                    self.memory.unmap(self.address + run.start, run.num_bytes)
-                    run.mapped = False
+                unmap_run(self.memory, self.address, run)
+                if run in self._estate.runs:
                     self._estate.runs.remove(run)
         except BaseException:
             self.broken = True
@@ -391,7 +400,7 @@ class Reservation:
 
     def _restore(self, run: Run) -> None:
         """Undo of an unmap: the handle still holds its contents."""
-        if run.mapped:
+        if run.mapped and not run.unsure:
             return
         estate = self._estate
         if run in estate.leaving:
@@ -401,8 +410,12 @@ class Reservation:
         try:
             assert run.handle is not None
             with self.memory.activate():
-                self.memory.map(self.address + run.start, run.num_bytes, run.handle)
-                run.mapped = True
+                try:
+                    self.memory.map(self.address + run.start, run.num_bytes, run.handle)
+                except DriverError:
+                    if not run.unsure:  # else the unmap was interrupted before it was done
+                        raise
+                run.mapped, run.unsure = True, False
                 if not is_listed:
                     estate.runs.insert(index, run)
                 self.memory.set_access(self.address + run.start, run.num_bytes)
@@ -474,6 +487,18 @@ class Reservation:
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.mapped_bytes} bytes mapped"
         return f"Reservation({self.address:#x}, {self.num_bytes} bytes, {state})"
+
+
+@contextmanager
+def _unsure(run: Run) -> Iterator[None]:
+    """Around a map or unmap and the note of its outcome: an interrupt may strike between the two."""
+    run.unsure = True
+    try:
+        yield
+    except DriverError:  # not done
+        run.unsure = False
+        raise
+    run.unsure = False
 
 
 def round_up(num_bytes: int, granularity: int) -> int:
