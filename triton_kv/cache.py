@@ -472,7 +472,8 @@ class KVCache:
     def trim(self, limit_bytes: int = 0) -> int:
         """Releases pooled handles until each buffer keeps at most `limit_bytes` of them; returns the bytes.
 
-        Staging memory that waits for the next sleep goes, too, and handles that the driver refused to release earlier are tried again. Works in sleep, too.
+        Staging memory that waits for the next sleep goes, too, and handles that the driver refused to release earlier
+        are tried again. Works in sleep, too.
         """
         return self._store.trim(limit_bytes)
 
