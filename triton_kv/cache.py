@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from triton_kv.launch import Launch
     from triton_kv.layout import CacheLayout
     from triton_kv.memory import VirtualMemory
+    from triton_kv.memory.transaction import Transaction
     from triton_kv.spec import LayerSpec
     from triton_kv.stats import CacheStats
     from triton_kv.store import CoalesceReport, MemoryChange, Nap, SleepReport, Waitable, WakeReport
@@ -389,12 +390,14 @@ class KVCache:
         after = joined(before, added)
         buffers: list[ExtensibleTensor] = []
 
-        def publish() -> None:
+        def publish(transaction: Transaction) -> None:
             if self._geometry is not before:
                 raise TritonKVError("another thread added a group meanwhile; nothing was changed, try again")
-            self._buffers += buffers
-            self._geometry = after
-            self._indices |= {layer.name: layer.index for layer in after.layers}
+            indices = {layer.name: layer.index for layer in after.layers}
+            new = {"_buffers": [*self._buffers, *buffers], "_geometry": after, "_indices": indices}
+            for name, value in new.items():
+                transaction.undo(setattr, self, name, getattr(self, name))
+                setattr(self, name, value)
 
         try:
             _reserve_buffers(added, memory, buffers, self._handles)
@@ -469,7 +472,8 @@ class KVCache:
     def trim(self, limit_bytes: int = 0) -> int:
         """Releases pooled handles until each buffer keeps at most `limit_bytes` of them; returns the bytes.
 
-        Handles that the driver refused to release earlier are tried again. Works in sleep, too.
+        Staging memory that waits for the next sleep goes, too, and handles that the driver refused to release earlier
+        are tried again. Works in sleep, too.
         """
         return self._store.trim(limit_bytes)
 
@@ -505,7 +509,8 @@ class KVCache:
     def prepare_sleep(self, num_blocks: int | None = None) -> float:
         """Pins host memory for `sleep(keep="host")` of so many blocks (default: all committed); returns the seconds.
 
-        Pinning takes longer than the copies, so it is worth doing beforehand; the memory stays until `close`.
+        Pinning takes longer than the copies, so it is worth doing beforehand; the memory stays until `close`. On a GPU
+        it also loads the kernels that gather scattered blocks, and makes their staging memory (docs/memory.md).
         """
         return self._store.prepare_sleep(num_blocks)
 

@@ -241,6 +241,10 @@ class ExtensibleTensor:
             return self._num_segments * round_up(bytes_per_segment, granularity)
         return granule_bytes(self._ranges(0, bytes_per_segment), granularity)
 
+    def missing_bytes_at(self, bytes_per_segment: int) -> int:
+        """Physical bytes that growing to `bytes_per_segment` would take beside what is mapped, in whole granules."""
+        return self._reservation.missing_bytes(self._ranges(0, bytes_per_segment))
+
     def resize_per_segment_(self, bytes_per_segment: int, zero_new: bool = False) -> ExtensibleTensor:
         """Grow every segment to `bytes_per_segment` committed bytes; the bytes before keep their contents.
 
@@ -404,9 +408,9 @@ class ExtensibleTensor:
         jobs = self._reservation.scattered(self._ranges(0, self._bytes_per_segment)) if self.elastic else []
         return [Replacement(self._reservation, *job) for job in jobs]
 
-    def settle_(self) -> list[BaseException]:
-        """Give back, or pool, what a committed change took out; returns what failed."""
-        return self._reservation.settle()
+    def settle_(self, *, pool: bool = True) -> list[BaseException]:
+        """Give back what a committed change took out, or `pool` it as the policy says; returns what failed."""
+        return self._reservation.settle() if pool else self._reservation.trim()
 
     def when_out_of_memory(self, relieve: Callable[[], bool]) -> None:
         """Have `relieve` called instead of `drain_pool` when memory runs out, by an owner of several buffers."""
@@ -479,17 +483,16 @@ class ExtensibleTensor:
         self._bytes_per_segment = bytes_per_segment
 
     def _out_of_memory(self, bytes_per_segment: int, cause: DriverError) -> OutOfMemory:
-        mapped = self.mapped_bytes
-        free_bytes = self._memory.memory_info()[0]
+        free_bytes = self._memory.memory_info()[0] + self.pooled_bytes
         low, high = self._bytes_per_segment, self._segment_capacity_bytes
         while low < high:
             middle = (low + high + 1) // 2
-            if self.mapped_bytes_at(middle) - mapped <= free_bytes:
+            if self.missing_bytes_at(middle) <= free_bytes:
                 low = middle
             else:
                 high = middle - 1
         error = OutOfMemory(
-            self.mapped_bytes_at(bytes_per_segment) - mapped,
+            self.missing_bytes_at(bytes_per_segment),
             free_bytes,
             low if low < bytes_per_segment else None,  # the driver refused what the numbers allow
             "bytes per segment",
@@ -542,8 +545,9 @@ class Progress:
     handle, so that one handle's memory is enough; nothing is undone any more then, and what fails is reported.
     """
 
-    def __init__(self, buffers: Sequence[ExtensibleTensor]) -> None:
+    def __init__(self, buffers: Sequence[ExtensibleTensor], *, pool: bool = True) -> None:
         self.buffers = buffers
+        self._pool = pool  # whether unused handles may be kept
         self.refused: list[tuple[Replacement, DriverError]] = []
         self.failures: list[BaseException] = []  # handles that the driver would not release
         self.freed = Freed(0)  # the outcome, once finished
@@ -600,7 +604,7 @@ class Progress:
 
     def _settle(self) -> None:
         for buffer in self.buffers:
-            failures = buffer.settle_()
+            failures = buffer.settle_(pool=self._pool)
             warn(buffer.memory, "a handle could not be released yet", failures)
             self.failures += failures
 

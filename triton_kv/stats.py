@@ -20,6 +20,7 @@ class CacheStats(NamedTuple):
     padding_bytes: int  # mapped and not committed
     pooled_bytes: int  # of unused handles that are kept
     stray_bytes: int  # of handles that the driver refused to release so far
+    staging_bytes: int  # of device memory to gather blocks in, made by `prepare_sleep` or held by a sleep that goes on
     host_bytes: int  # pinned
     num_handles: int
     epoch: int

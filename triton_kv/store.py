@@ -17,6 +17,7 @@ import torch
 from triton_kv.blocks import BlockSpans, CopyTable, copy_block_pairs, copy_launch, copy_table, order_copies
 from triton_kv.compaction import CompactionPlan, compact
 from triton_kv.errors import (
+    AddressSpaceExhausted,
     Asleep,
     BadAccess,
     Broken,
@@ -31,10 +32,11 @@ from triton_kv.errors import (
     raise_together,
 )
 from triton_kv.extensible import Freed, Progress
-from triton_kv.host_copy import HostCopy, block_runs
+from triton_kv.host_copy import BlockList, HostCopy, can_launch, gather_launches, half_bytes_for, host_bytes_for
 from triton_kv.memory.estate import reap, warn
 from triton_kv.memory.pinned import PinnedBuffer
 from triton_kv.memory.poison import POISON
+from triton_kv.memory.staging import Staging
 from triton_kv.memory.transaction import Transaction
 from triton_kv.sizing import GIB, largest_fit
 from triton_kv.spec import whole_number
@@ -118,14 +120,14 @@ class Waitable(Protocol):
 class SleepReport(NamedTuple):
     freed: Freed  # bytes of device memory given back
     host_bytes: int  # contents kept in pinned host memory
-    pin_seconds: float  # making that memory; 0 where `prepare_sleep` made it beforehand
+    pin_seconds: float  # making that memory, and device memory to gather blocks in; 0 where `prepare_sleep` did
     copy_seconds: float  # the copies alone
 
 
 class WakeReport(NamedTuple):
     num_blocks: int
     host_bytes: int  # contents restored; all else is zero
-    map_seconds: float  # mapping and zeroing
+    map_seconds: float  # mapping, zeroing, and making device memory to scatter blocks from
     copy_seconds: float  # the copies alone
 
 
@@ -175,10 +177,11 @@ class BlockStore:
         self._blocks_asleep = 0  # what a wake commits again
         self._pinned: PinnedBuffer | None = None  # made by `prepare_sleep`
         self._unneeded: list[PinnedBuffer] = []  # to be freed as soon as the driver does it
+        self._staging: Staging | None = None  # made by `prepare_sleep`, or for one sleep or wake
         self._block_spans: BlockSpans | None = None
         self._table: CopyTable | None = None
         self._watchers: list[tuple[Callable[[MemoryChange], object]]] = []  # one tuple a registration
-        self._in_change = False
+        self._changing_thread: int | None = None
         self._pid = os.getpid()
         self._lock = threading.RLock()
         # Activated, so that a thread without a context is left without one; and not in inference mode, else changes
@@ -195,7 +198,7 @@ class BlockStore:
                 torch.cuda.current_stream(memory.device).synchronize()
             self.zeroing = Zeroing(memory, self._stream)
             self.zeroing.table.set(_segments(self.buffers))
-            self._share_pools()
+            self._share_pools(self.buffers)
             self._errors = ErrorPoll(self.control, self._stream)
             self._set_watermark(0)
 
@@ -282,6 +285,7 @@ class BlockStore:
             padding_bytes=max(mapped_bytes - committed_bytes, 0),  # while segments alias, they share one granule
             pooled_bytes=sum(buffer.pooled_bytes for buffer, _ in self.buffers),
             stray_bytes=sum(buffer.stray_bytes for buffer, _ in self.buffers),
+            staging_bytes=staging.num_bytes if (staging := self._staging) is not None else 0,
             host_bytes=sum(pinned.values()),
             num_handles=sum(buffer.num_handles for buffer, _ in self.buffers),
             epoch=self.epoch,
@@ -397,22 +401,24 @@ class BlockStore:
         for buffer, _ in self.buffers:
             buffer.shrink_(0, transaction)
 
-    def add_buffers(self, buffers: Sequence[StoredBuffer], publish: Callable[[], None]) -> None:
+    def add_buffers(self, buffers: Sequence[StoredBuffer], publish: Callable[[Transaction], None]) -> None:
         """Brings new buffers to the committed blocks, zeroed, and only then makes them part of every later change.
 
-        `publish` is called last, with the lock held. After an error nothing has changed but the new buffers, which the
-        caller frees.
+        `publish` is called last, with the lock held, and notes its undo. After an error nothing has changed but the new
+        buffers, which the caller frees.
         """
         with self.locked():
             self._require_changeable("adding a group")
             mapped_bytes = sum(buffer.mapped_bytes_at(self.num_blocks * size) for buffer, size in buffers)
+            self._share_pools(buffers)
             try:
                 with self._changing() as transaction:
                     for buffer, block_bytes in buffers:
                         buffer.grow_(self.num_blocks * block_bytes, transaction)
                     self.memory.wait()
                     self._show_segments([*self.buffers, *buffers], transaction)
-                    publish()
+                    self._set("buffers", (*self.buffers, *buffers), transaction)
+                    publish(transaction)
             except DriverError as error:
                 if not error.out_of_memory:
                     raise
@@ -421,8 +427,6 @@ class BlockStore:
                 )
                 attach_failures(described, list(error.undo_failures))
                 raise described from error
-            self.buffers = (*self.buffers, *buffers)
-            self._share_pools()
 
     # Giving back.
 
@@ -514,7 +518,7 @@ class BlockStore:
                 raise ValueError(f"limit_bytes must not be negative, got {limit_bytes}")
             self._unpin()
             with self.memory.activate():
-                return sum(buffer.trim(limit_bytes) for buffer, _ in self.buffers)
+                return self._drop_staging() + sum(buffer.trim(limit_bytes) for buffer, _ in self.buffers)
 
     # Sleeping.
 
@@ -526,16 +530,69 @@ class BlockStore:
                 num_blocks = self.num_blocks
             if not 0 <= whole_number("num_blocks", num_blocks) <= self.capacity:
                 raise ValueError(f"num_blocks must lie in 0..{self.capacity} (the capacity), got {num_blocks}")
-            num_bytes = num_blocks * self.block_bytes
-            if not num_bytes or (self._pinned is not None and self._pinned.num_bytes >= num_bytes):
+            if not num_blocks:
                 return 0.0
             started = time.perf_counter()
-            if self._pinned is not None:
-                self._unneeded.append(self._pinned)
-                self._pinned = None
-            self._unpin()
-            self._pinned = PinnedBuffer(self.memory, num_bytes)
+            had_staging = self._staging is not None
+            half_bytes = half_bytes_for(self.buffers, num_blocks)
+            num_bytes = host_bytes_for(num_blocks, self.block_bytes)
+            if self._pinned is not None and self._pinned.num_bytes >= num_bytes and (had_staging or not half_bytes):
+                return 0.0
+            if half_bytes and can_launch(self.memory, self._gather_launches()):
+                self._stage(half_bytes)
+            try:
+                self._pin_beforehand(num_bytes)
+            except BaseException:
+                if not had_staging:
+                    self._drop_staging()
+                raise
             return time.perf_counter() - started
+
+    def _pin_beforehand(self, num_bytes: int) -> None:
+        if self._pinned is not None and self._pinned.num_bytes >= num_bytes:
+            return
+        if self._pinned is not None:
+            self._unneeded.append(self._pinned)
+            self._pinned = None
+        self._unpin()
+        self._pinned = PinnedBuffer(self.memory, num_bytes)
+
+    def _stage(self, half_bytes: int) -> Staging | None:
+        """Staging memory with halves of so many bytes or more; None where there is none, or none is needed."""
+        if not half_bytes:
+            return None
+        if self._staging is None or self._staging.half_bytes < half_bytes:
+            self._drop_staging()
+            try:
+                self._staging = Staging(self.memory, half_bytes)
+            except TritonKVError as error:
+                is_short = isinstance(error, (OutOfMemory, AddressSpaceExhausted))
+                if not (is_short or (isinstance(error, DriverError) and error.out_of_memory)):
+                    raise
+                logger.warning(
+                    "no %d bytes of device memory to gather blocks in, so kernels copy them over the link by "
+                    "themselves: %s",
+                    2 * half_bytes,
+                    error,
+                )
+        return self._staging
+
+    def _drop_staging(self) -> int:
+        """Give the staging memory back; returns its bytes. What fails is tried again as a dead owner's."""
+        staging, self._staging = self._staging, None
+        if staging is None:
+            return 0
+        num_bytes = staging.num_bytes
+        try:
+            staging.close()
+        except BaseException as failure:
+            try:
+                staging.close()  # tries again what failed
+            except DriverError as again:
+                warn(self.memory, "staging memory could not be given back yet", [again])
+            if not isinstance(failure, DriverError):
+                raise
+        return num_bytes - staging.num_bytes
 
     def sleep(
         self,
@@ -552,7 +609,10 @@ class BlockStore:
 
     def slept(self, nap: Nap) -> SleepReport:
         """What a sleep came to."""
-        return SleepReport(self.freed(nap.progress), nap.host_bytes, nap.pin_seconds, nap.copy_seconds)
+        freed = self.freed(nap.progress)
+        if self.elastic:
+            freed = Freed(freed + nap.staging_bytes, freed.kept_bytes, freed.reasons)
+        return SleepReport(freed, nap.host_bytes, nap.pin_seconds, nap.copy_seconds)
 
     @contextmanager
     def sleeping(
@@ -574,14 +634,10 @@ class BlockStore:
             if not chosen and self.buffers:
                 yield Nap(Progress([]))
                 return
-            if self._alias == "on" and len(chosen) < len(self.buffers):
-                raise ValueError(
-                    "some groups cannot sleep while one granule stands for all segments (alias=True): extend past it "
-                    "first, or let all groups sleep"
-                )
             num_blocks = self._blocks_asleep if self._asleep else self.num_blocks
             blocks = range(num_blocks) if live is None else check_live(live, num_blocks)
-            nap = Nap(Progress([self.buffers[index].buffer for index in chosen]))
+            nap = Nap(Progress([self.buffers[index].buffer for index in chosen], pool=False))
+            had_staging = self._staging is not None
             self._unpin()
             pinned = self._pin(nap, len(blocks), chosen) if keep else None
             try:
@@ -598,7 +654,8 @@ class BlockStore:
                     self._wait_for(after)
                     copies = self._save(nap, pinned, blocks, chosen)
                     self._set("epoch", epoch, transaction)
-                    self._set("_alias", "no", transaction)
+                    if all_asleep:  # what wakes is real memory; aliases of groups that are awake go at the next extend
+                        self._set("_alias", "no", transaction)
                     for index in chosen:
                         self.buffers[index].buffer.shrink_(0, transaction)
                     self._set("_asleep", {**self._asleep, **copies}, transaction)
@@ -606,21 +663,24 @@ class BlockStore:
                     self._announce(MemoryChange("after", num_blocks, remaining, epoch), transaction)
                     yield nap
             except BaseException:
+                if not had_staging:
+                    self._drop_staging()
                 if pinned is not None and pinned is not self._pinned:
                     self._unneeded.append(pinned)
                     self._unpin()
                 raise
             self.sleeps += 1
+            staging_bytes = self._drop_staging()
+            nap.staging_bytes = staging_bytes if had_staging else 0  # else the driver had it before
             self._finish(nap.progress)
             logger.info("asleep: %d blocks, %.2f GiB kept on the host", num_blocks, nap.host_bytes / GIB)
 
     def _pin(self, nap: Nap, num_blocks: int, chosen: Sequence[int]) -> PinnedBuffer | None:
         """Host memory for the copies: what `prepare_sleep` made if that is enough, else made now."""
-        num_bytes = num_blocks * sum(
-            self.buffers[index].block_bytes * self.buffers[index].buffer.num_segments for index in chosen
-        )
-        if not num_bytes:
+        if not num_blocks:
             return None
+        block_bytes = sum(self.buffers[index].block_bytes * self.buffers[index].buffer.num_segments for index in chosen)
+        num_bytes = host_bytes_for(num_blocks, block_bytes)
         in_use = {id(copy.pinned) for copy in self._asleep.values() if copy is not None}
         if self._pinned is not None and self._pinned.num_bytes >= num_bytes and id(self._pinned) not in in_use:
             return self._pinned
@@ -636,14 +696,23 @@ class BlockStore:
         if pinned is None:
             return copies
         started = time.perf_counter()
-        runs = block_runs(blocks)
+        block_list = BlockList(blocks, pinned)
+        kept = []
         for index in chosen:
-            copy = HostCopy(*self.buffers[index], runs, pinned, nap.host_bytes)
-            copy.save()
+            copy = HostCopy(*self.buffers[index], block_list, nap.host_bytes)
+            kept.append(copy)
             copies[index] = copy
             nap.host_bytes += copy.num_bytes
+        before, staging_seconds = self._staging, 0.0
+        staging_started = time.perf_counter()
+        staging = self._stage(max(copy.half_bytes for copy in kept))
+        if staging is not before:
+            staging_seconds = time.perf_counter() - staging_started
+        nap.pin_seconds += staging_seconds
+        for copy in kept:
+            copy.save(staging)
         self.memory.wait()
-        nap.copy_seconds = time.perf_counter() - started
+        nap.copy_seconds = time.perf_counter() - started - staging_seconds
         return copies
 
     def wake(self, only: Sequence[int] | None = None) -> WakeReport:
@@ -671,6 +740,7 @@ class BlockStore:
                 return
             self._reap()
             target, prepared = self._blocks_asleep, False
+            had_staging = self._staging is not None
             copies = [copy for copy in (self._asleep[index] for index in chosen) if copy is not None]
             try:
                 with self._changing() as transaction:
@@ -679,10 +749,12 @@ class BlockStore:
                         buffer, block_bytes = self.buffers[index]
                         buffer.grow_(target * block_bytes, transaction)
                     self.memory.wait()
+                    # Last: it must not take what the blocks need.
+                    staging = self._stage(max((copy.half_bytes for copy in copies), default=0))
                     mapped = time.perf_counter()
                     transaction.undo(self.memory.wait)
                     for copy in copies:
-                        copy.restore()
+                        copy.restore(staging)
                     self.memory.wait()
                     gone = self._asleep.keys() - chosen
                     awake = [stored for index, stored in enumerate(self.buffers) if index not in gone]
@@ -699,10 +771,14 @@ class BlockStore:
                     self._publish(target, transaction)
                     if confirm is not None:
                         confirm()
-            except DriverError as error:
-                if prepared or not error.out_of_memory:
+            except BaseException as error:
+                if not had_staging:
+                    self._drop_staging()
+                if prepared or not isinstance(error, DriverError) or not error.out_of_memory:
                     raise
                 raise self._out_of_memory(target, "wake()", error, chosen) from error
+            if self._pinned is None:  # else the next sleep will want it, too
+                self._drop_staging()
             for index in chosen:
                 warn(self.memory, "a handle could not be released yet", self.buffers[index].buffer.settle_())
             self._unpin(*copies)
@@ -781,9 +857,11 @@ class BlockStore:
         launches = [launch(pairs, control, largest_block_bytes=largest) for pairs in meta.values()]
         for bounded in ({"source_bounded": False}, {"target_bounded": False}):  # by way of a staging buffer
             launches.append(launch(meta[torch.int32], control, largest_block_bytes=largest, **bounded))
-        # What a sleep gathers, buffer by buffer.
-        launches += [launch(meta[torch.int32], None, largest_block_bytes=size) for size in set(spans.block_bytes)]
-        return launches
+        return launches + self._gather_launches()
+
+    def _gather_launches(self) -> list[Launch]:
+        """What a sleep and a wake launch where blocks are scattered."""
+        return [launch for buffer, block_bytes in self.buffers for launch in gather_launches(buffer, block_bytes)]
 
     def _spans(self) -> BlockSpans:
         """The buffers as a copy of blocks sees them; made anew when buffers were added."""
@@ -825,11 +903,11 @@ class BlockStore:
         transaction.undo(self.zeroing.table.set, self.zeroing.table.segments)
         self.zeroing.table.set(_segments(buffers))
 
-    def _share_pools(self) -> None:
-        """When memory runs out for one buffer, the spare handles of all go."""
+    def _share_pools(self, buffers: Sequence[StoredBuffer]) -> None:
+        """When memory runs out for one of these buffers, the spare handles of all go, and staging memory."""
         # Weak: buffers that held each other would die late.
-        relieve = partial(_drain_pools, [weakref.ref(buffer) for buffer, _ in self.buffers])
-        for buffer, _ in self.buffers:
+        relieve = partial(_relieve, weakref.ref(self))
+        for buffer, _ in buffers:
             buffer.when_out_of_memory(relieve)
 
     @contextmanager
@@ -844,15 +922,15 @@ class BlockStore:
     def _changing(self) -> Iterator[Transaction]:
         """One transaction over all buffers, with the device current; the store is broken if its undo fails."""
         transaction = Transaction()
-        self._in_change = True
         try:
+            self._changing_thread = threading.get_ident()
             with self.memory.activate(), transaction:
                 yield transaction
         except BaseException:
             self.failures += 1
             raise
         finally:
-            self._in_change = False
+            self._changing_thread = None
             if transaction.undo_failures or any(buffer.broken for buffer, _ in self.buffers):
                 self._state = "broken"
 
@@ -914,19 +992,28 @@ class BlockStore:
     def freed(self, progress: Progress) -> Freed:
         return progress.freed if self.elastic else Freed(0)
 
+    def _missing_bytes(self, num_blocks: int) -> int:
+        """What an extension to so many blocks must allocate."""
+        if self._alias == "wanted" and self._fits_one_granule(num_blocks):
+            return self.memory.granularity * len(self.buffers) if num_blocks else 0
+        if self._alias == "on":  # what is mapped goes, but only once what replaces it is there
+            return self.mapped_bytes_at(num_blocks)
+        return sum(buffer.missing_bytes_at(num_blocks * block_bytes) for buffer, block_bytes in self.buffers)
+
     def _out_of_memory(
         self, target: int, operation: str, error: DriverError, only: Sequence[int] | None = None
     ) -> OutOfMemory:
         free_bytes, _ = self.memory.memory_info()
         free_bytes += sum(buffer.pooled_bytes for buffer, _ in self.buffers)
+        free_bytes += self._staging.num_bytes if self._staging is not None else 0
         would_fit = None
         if only is None:
-            asked_bytes = self.mapped_bytes_at(target) - self.mapped_bytes
-            most = largest_fit(self.mapped_bytes_at, self.mapped_bytes + free_bytes, self.capacity)
+            asked_bytes = self._missing_bytes(target)
+            most = max(largest_fit(self._missing_bytes, free_bytes, self.capacity), self.num_blocks)
             would_fit = most if most < target else None  # the driver refused what the numbers allow
         else:  # all or none of it
             chosen = [self.buffers[index] for index in only]
-            asked_bytes = sum(buffer.mapped_bytes_at(target * size) - buffer.mapped_bytes for buffer, size in chosen)
+            asked_bytes = sum(buffer.missing_bytes_at(target * size) for buffer, size in chosen)
         described = OutOfMemory(
             asked_bytes,
             free_bytes,
@@ -962,6 +1049,7 @@ class BlockStore:
 
     def _free(self) -> None:
         failures: list[BaseException] = []
+        self._drop_staging()
         kept = [copy.pinned for copy in self._asleep.values() if copy is not None]
         owned: list[ExtensibleTensor | PinnedBuffer] = [buffer for buffer, _ in self.buffers]
         for each in (*owned, *kept, *self._unneeded, *([self._pinned] if self._pinned else ())):
@@ -1039,7 +1127,7 @@ class BlockStore:
 
     def _require_no_change(self, operation: str) -> None:
         """The lock lets its own thread in again: from a watcher, or a signal handler."""
-        if self._in_change:
+        if self._changing_thread == threading.get_ident():
             raise TritonKVError(
                 f"{operation} inside another change of this cache, from a watcher or a signal handler: nothing was "
                 "done, call it when that change has ended"
@@ -1052,6 +1140,7 @@ class Nap:
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.host_bytes = 0
+        self.staging_bytes = 0  # given back beside what the blocks took
         self.pin_seconds = 0.0
         self.copy_seconds = 0.0
 
@@ -1093,9 +1182,13 @@ class ErrorPoll:
         self._seen = CheckReport.of([0] * CONTROL_WORDS)
 
 
-def _drain_pools(buffers: Sequence[weakref.ref[ExtensibleTensor]]) -> bool:
-    drained = [buffer.drain_pool() for buffer in (reference() for reference in buffers) if buffer is not None]
-    return any(drained)
+def _relieve(reference: weakref.ref[BlockStore]) -> bool:
+    """Give back what is only kept to be faster later; returns whether there was any."""
+    store = reference()
+    if store is None:
+        return False
+    drained = [buffer.drain_pool() for buffer, _ in store.buffers]
+    return store._drop_staging() > 0 or any(drained)
 
 
 def check_live(live: Iterable[int], num_blocks: int) -> list[int]:

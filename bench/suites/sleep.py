@@ -26,13 +26,19 @@ SPEC = tkv.AttentionSpec(num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 
 @dataclass(frozen=True)
 class SleepCase:
-    """A cache of so many bytes; `keep` as in `KVCache.sleep`, `live` is the share of blocks kept, scattered."""
+    """A cache of so many bytes; `keep` as in `KVCache.sleep`, `live` is the share of blocks kept, scattered.
+
+    Scattered blocks pass through staging memory, or, unless `staged`, kernels reach over the link: what happens where
+    no device memory is left.
+    """
 
     id: str
     total_bytes: int
     keep: str | None = None
     live: float | None = None
     num_layers: int = 32
+    layout: str = "LTBNHD"
+    staged: bool = True
     samples: int = 5
     quick: bool = False
 
@@ -42,14 +48,16 @@ def run(session: Session, case: SleepCase) -> dict[str, Any]:
     memory: VirtualMemory = tkv.HostMemory(budget_bytes=GIB) if session.smoke else tkv.open_memory(session.device)
     session.enter(case.id, OURS)
     samples = 2 if session.smoke or session.quick else case.samples
-    one = tkv.CacheLayout("LTBNHD", SPEC, num_layers=case.num_layers, block_size=16, capacity=1)
+    one = tkv.CacheLayout(case.layout, SPEC, num_layers=case.num_layers, block_size=16, capacity=1)
     capacity = case.total_bytes // one.block_bytes
     sleeping, waking, saving, restoring, mapping = (Samples(skip=1) for _ in range(5))
     options: dict[str, Any] = {}
     with tkv.KVCache.reserve(
-        SPEC, num_layers=case.num_layers, block_size=16, capacity=capacity, memory=memory
+        SPEC, num_layers=case.num_layers, block_size=16, capacity=capacity, memory=memory, layout=case.layout
     ) as cache:
         cache.extend(capacity)
+        if not case.staged:
+            cache._store._stage = lambda half_bytes: None  # type: ignore[method-assign]
         if case.live is not None:
             order = torch.randperm(capacity, generator=torch.Generator().manual_seed(0))
             options["live"] = order[: int(capacity * case.live)].tolist()
@@ -81,12 +89,14 @@ def run(session: Session, case: SleepCase) -> dict[str, Any]:
         results |= {"link_save_gbps": link["save"], "link_restore_gbps": link["restore"]}
         results["pin_us"] = round(pin_seconds * 1e6, 1)
         floor = round(host_bytes / link["save"] / 1e3, 3)
-    settings = "KVCache.sleep, host waits; pinned memory made beforehand (pin_us)"
+    settings = "KVCache.sleep, host waits; pinned and staging memory made beforehand (pin_us)"
     parameters = {
         "total_bytes": case.total_bytes,
         "keep": case.keep,
         "live": case.live,
         "num_layers": case.num_layers,
+        "layout": case.layout,
+        "staged": case.staged,
     }
     return case_result(
         case.id,
@@ -132,18 +142,31 @@ SUITE = Suite(
     name="sleep",
     about="sleep and wake, with contents dropped or kept on the host",
     cases=(
-        SleepCase("sleep/drop-64GiB", 64 * GIB, quick=True),
-        SleepCase("sleep/host-8GiB", 8 * GIB, keep="host", quick=True),
-        SleepCase("sleep/host-32GiB-quarter-live", 32 * GIB, keep="host", live=0.25, samples=3),
+        SleepCase("sleep/drop-32GiB", 32 * GIB, samples=3, quick=True),
+        SleepCase("sleep/host-4GiB", 4 * GIB, keep="host", quick=True),
+        SleepCase("sleep/host-4GiB-LHBNTD", 4 * GIB, keep="host", layout="LHBNTD"),
         SleepCase("sleep/host-4GiB-80layers", 4 * GIB, keep="host", num_layers=80),
+        SleepCase("sleep/host-8GiB-quarter-live", 8 * GIB, keep="host", live=0.25, quick=True),
+        SleepCase("sleep/host-8GiB-quarter-live-LHBNTD", 8 * GIB, keep="host", live=0.25, layout="LHBNTD", quick=True),
+        SleepCase("sleep/host-1GiB-quarter-live-LHBNTD", 1 * GIB, keep="host", live=0.25, layout="LHBNTD"),
+        SleepCase("sleep/host-8GiB-quarter-live-unstaged", 8 * GIB, keep="host", live=0.25, staged=False),
+        SleepCase(
+            "sleep/host-8GiB-quarter-live-unstaged-LHBNTD",
+            8 * GIB,
+            keep="host",
+            live=0.25,
+            layout="LHBNTD",
+            staged=False,
+        ),
     ),
     smoke_cases=(
         SleepCase("sleep/drop-32MiB", 32 * MIB, num_layers=2),
         SleepCase("sleep/host-32MiB", 32 * MIB, keep="host", num_layers=2),
         SleepCase("sleep/host-32MiB-live", 32 * MIB, keep="host", live=0.25, num_layers=2),
+        SleepCase("sleep/host-32MiB-live-LHBNTD", 32 * MIB, "host", 0.25, num_layers=2, layout="LHBNTD", staged=False),
     ),
     run=run,
-    case_s=8.0,
+    case_s=5.0,
     quick_case_s=4.0,
     setup_s=1.0,
 )

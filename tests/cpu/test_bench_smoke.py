@@ -98,7 +98,9 @@ def test_cases_are_well_named(name):
     ("suites", "quick", "seconds"),
     [
         pytest.param(("vmm", "zero"), False, 100, id="memory"),
-        pytest.param(("states", "shrink", "sleep"), False, 120, id="states"),
+        pytest.param(("states", "shrink", "sleep"), False, 150, id="states"),
+        pytest.param(("shrink",), False, 60, id="shrink"),
+        pytest.param(("sleep",), False, 60, id="sleep"),
         pytest.param(("decode", "ratios"), False, 120, id="decode"),
         pytest.param(("prefill", "mixed"), False, 180, id="prefill"),
         pytest.param(("write", "host", "engine"), False, 120, id="engine"),

@@ -14,9 +14,22 @@ from hypothesis import strategies as st
 
 import triton_kv as tkv
 from triton_kv import AttentionSpec, KVCache
-from triton_kv.errors import Asleep, BadAccess, Broken, CaptureError, DriverError, OutOfMemory, Unavailable
+from triton_kv.errors import (
+    AddressSpaceExhausted,
+    Asleep,
+    BadAccess,
+    Broken,
+    CaptureError,
+    Closed,
+    DriverError,
+    OutOfMemory,
+    Unavailable,
+)
 from triton_kv.extensible import ExtensibleTensor
 from triton_kv.groups import LayerGroup
+from triton_kv.host_copy import host_bytes_for
+from triton_kv.kernels.blocks import copy_blocks_kernel
+from triton_kv.kernels.gather import gather_blocks_kernel
 from triton_kv.memory import AllocatedMemory, FaultyMemory, HandlePolicy, HostMemory, PoisonedMemory
 from triton_kv.store import BlockStore, MemoryChange
 
@@ -178,6 +191,54 @@ def test_a_pool_gives_way_to_a_growth_that_needs_its_memory() -> None:
     assert store.num_blocks == CAPACITY
 
 
+STATES = {
+    "open": lambda store: None,
+    "emptied": lambda store: store.shrink(0),
+    "asleep": lambda store: store.sleep(),
+    "asleep in part": lambda store: store.sleep(only=[0]),
+    "awake again": lambda store: (store.sleep(keep="host"), store.wake()),
+    "coalesced": lambda store: store.coalesce(),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_trim_gives_back_what_is_pooled_in_every_state(state: str) -> None:
+    store, _ = filled(13, handles=HandlePolicy(2 * G, pool_bytes=64 * G))
+    store.shrink(5)
+    STATES[state](store)
+    before = held(store)
+    assert store.trim() == free_bytes(store) - before.free_bytes
+    assert store.stats().pooled_bytes == 0
+    assert held(store)._replace(num_handles=0, live=(), free_bytes=0) == before._replace(
+        num_handles=0, live=(), free_bytes=0
+    )
+    assert store.trim() == 0
+    store.close(lambda: None)
+    with pytest.raises(Closed):
+        store.trim()
+    assert store.memory.live == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "call", ["unmap", "map", "copy", "create", "synchronize", "release", "wait", "reserve", "free"]
+)
+def test_growth_and_shrinking_after_a_shrink_that_failed(call: str) -> None:
+    store, model = filled(20, 4)
+    store.memory.fail(call, code="EIO")
+    try:
+        store.shrink(7)
+        model.resize(7)
+    except DriverError:
+        store.memory.heal()
+    model.check(store)
+    for target in (CAPACITY, 0, 3, 9):
+        (store.extend if target > store.num_blocks else store.shrink)(target)
+        model.resize(target)
+        model.check(store)
+        assert store.mapped_bytes == store.mapped_bytes_at(target)
+    assert store.stats().stray_bytes == 0
+
+
 # Coalesce.
 
 
@@ -265,7 +326,8 @@ def test_sleep_and_wake(keep: str | None, live: list[int] | None) -> None:
     assert report.freed == free_bytes(store) - before.free_bytes == before.mapped_bytes
     kept = range(13) if live is None else live
     assert report.host_bytes == (len(kept) * store.block_bytes if keep else 0)
-    assert store.stats().host_bytes == report.host_bytes
+    # With the list of ids, which kernels that gather read.
+    assert store.stats().host_bytes == (host_bytes_for(len(kept), store.block_bytes) if keep else 0)
     assert (store.state, store.num_blocks, int(store.control[0]), store.mapped_bytes) == ("asleep", 0, 0, 0)
     woken = store.wake()
     assert (woken.num_blocks, woken.host_bytes) == (13, report.host_bytes)
@@ -284,7 +346,7 @@ def test_host_memory_made_beforehand() -> None:
     store, model = filled(13)
     seconds = store.prepare_sleep()
     assert seconds > 0
-    assert store.stats().host_bytes == 13 * store.block_bytes
+    assert store.stats().host_bytes == host_bytes_for(13, store.block_bytes)
     pins = store.memory.calls["pin"]
     for _ in range(3):
         assert store.sleep(keep="host").pin_seconds == 0
@@ -295,37 +357,131 @@ def test_host_memory_made_beforehand() -> None:
     assert store.memory.pinned_bytes == 0
 
 
+def gathering(monkeypatch: pytest.MonkeyPatch, batch_bytes: int = 5 * G) -> None:
+    """Kernels gather whatever there is, in batches of so many bytes."""
+    monkeypatch.setattr("triton_kv.host_copy.should_gather", lambda *arguments: True)
+    monkeypatch.setattr("triton_kv.host_copy.BATCH_BYTES", batch_bytes)
+
+
+def keep_alone(model: Model, live: list[int]) -> None:
+    for block in set(range(len(model.values))) - set(live):
+        model.values[block] = 0
+
+
 @pytest.mark.parametrize("live", [[0, 3, 4, 7, 12], [5], [], list(range(13))], ids=str)
 @pytest.mark.parametrize("batch_bytes", [1, 5 * G, 1 << 20], ids=["one block", "a few", "all"])
 def test_scattered_blocks_are_gathered_first(
     monkeypatch: pytest.MonkeyPatch, live: list[int], batch_bytes: int
 ) -> None:
-    monkeypatch.setattr("triton_kv.host_copy.should_stage", lambda memory, num_bytes: True)
-    monkeypatch.setattr("triton_kv.host_copy.STAGING_BYTES", batch_bytes)
+    gathering(monkeypatch, batch_bytes)
     store, model = filled(13, 2)
     copies = store.memory.calls["copy"]
     store.sleep(keep="host", live=live)
     if batch_bytes > 5 * G:
         assert store.memory.calls["copy"] - copies == 2 * bool(live), "one copy over the link for each buffer"
+    assert store.mapped_bytes == store.stats().staging_bytes == 0
     store.wake()
-    for block in set(range(13)) - set(live):
-        model.values[block] = 0
+    assert store.stats().staging_bytes == 0
+    keep_alone(model, live)
     model.check(store)
 
 
-def test_blocks_go_one_by_one_where_no_memory_is_left_to_gather(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triton_kv.host_copy.should_stage", lambda memory, num_bytes: True)
-    monkeypatch.setattr("triton_kv.host_copy.STAGING_BYTES", 5 * G)
+@pytest.mark.parametrize("short", ["sleep", "wake", "both"])
+@pytest.mark.parametrize("code", ["create", "reserve"])
+def test_kernels_reach_over_the_link_where_no_staging_memory_is_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, short: str, code: str
+) -> None:
+    gathering(monkeypatch)
     store, model = filled(13)
-    copies = store.memory.calls["copy"]
-    for _ in range(2):  # the first and the second buffer's staging memory
-        store.memory.fail("create", 1 if store.memory.num_planned == 0 else 2)
-    store.sleep(keep="host", live=[1, 5, 6, 9])
-    assert store.memory.num_planned == 0
-    assert store.memory.calls["copy"] - copies == 3 * 5, "every run of blocks in every segment"
+    copies, live = store.memory.calls["copy"], [1, 5, 6, 9]
+
+    def fails(*arguments: object, **options: object) -> None:
+        raise AddressSpaceExhausted("reserve", "ENOMEM") if code == "reserve" else DriverError("create", "ENOMEM")
+
+    with monkeypatch.context() as context:
+        if short != "wake":
+            context.setattr("triton_kv.store.Staging", fails)
+        store.sleep(keep="host", live=live)
+    gathered = store.memory.calls["copy"] - copies
+    assert (gathered == 0) == (short != "wake")
+    with monkeypatch.context() as context:
+        if short != "sleep":
+            context.setattr("triton_kv.store.Staging", fails)
+        store.wake()
+    keep_alone(model, live)
+    model.check(store)
+    assert "bytes of device memory to gather blocks in, so kernels" in caplog.text
+
+
+def test_blocks_go_run_by_run_where_no_kernel_can_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathering(monkeypatch)
+    store, model = filled(13)
+    copies, live = store.memory.calls["copy"], [1, 5, 6, 9]
+    with monkeypatch.context() as context:
+        context.setattr("triton_kv.host_copy.can_launch", lambda memory, launches: False)
+        store.sleep(keep="host", live=live)
+    assert store.memory.calls["copy"] - copies >= 3 * 5, "every run of blocks in every segment"
+    store.wake()  # with kernels: what lies in the host's memory is the same
+    keep_alone(model, live)
+    model.check(store)
+
+
+def test_staging_memory_is_made_beforehand_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathering(monkeypatch)
+    store, model = filled(13)
+    free = free_bytes(store)
+    assert store.prepare_sleep() > 0
+    staging = store.stats().staging_bytes
+    assert staging == free - free_bytes(store) > 0
+    assert store.prepare_sleep() == 0
+    for _ in range(2):
+        free = free_bytes(store)
+        report = store.sleep(keep="host", live=[2, 4, 9])
+        assert report.freed == free_bytes(store) - free
+        assert store.stats().staging_bytes == 0
+        store.wake()
+        keep_alone(model, [2, 4, 9])
+        model.check(store)
+        assert store.stats().staging_bytes > 0, "for the next sleep"
+    free = free_bytes(store)
+    assert store.trim() == free_bytes(store) - free > 0
+    assert store.stats().staging_bytes == 0
+    store.prepare_sleep()
+    assert store.stats().staging_bytes == staging
+    store.close(lambda: None)
+    assert store.memory.live == (0, 0, 0)
+    assert store.memory.pinned_bytes == 0
+
+
+def test_staging_memory_gives_way_to_a_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathering(monkeypatch)
+    store = make_store(faulty("host"))
+    store.extend(20)
+    store.prepare_sleep()
+    store.memory.memory.memory._budget_bytes = store.mapped_bytes_at(CAPACITY)  # type: ignore[attr-defined]
+    store.extend(CAPACITY)
+    assert (store.num_blocks, store.stats().staging_bytes) == (CAPACITY, 0)
+
+
+def test_a_sleep_with_an_event_waits_for_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else another thread's capture would end: also where staging memory is given back."""
+    gathering(monkeypatch)
+    store, _ = filled(13)
+    calls = store.memory.calls["synchronize"]
+    store.sleep(keep="host", live=[1, 4], after=type("Event", (), {"synchronize": lambda self: None})())
+    assert store.memory.calls["synchronize"] == calls
+
+
+def test_a_sleep_gives_pooled_handles_back() -> None:
+    store, model = filled(13, handles=HandlePolicy(G, pool_bytes=64 * G))
+    store.shrink(7)
+    model.resize(7)
+    before = free_bytes(store)
+    assert store.stats().pooled_bytes > 0
+    report = store.sleep(keep="host")
+    assert report.freed == free_bytes(store) - before
+    assert (store.stats().pooled_bytes, store.memory.live.handles) == (0, 0)
     store.wake()
-    for block in set(range(13)) - {1, 5, 6, 9}:
-        model.values[block] = 0
     model.check(store)
 
 
@@ -525,6 +681,50 @@ def test_aliases_cost_one_granule_a_buffer_until_the_first_extend() -> None:
     assert store.mapped_bytes == store.mapped_bytes_at(1), "only the first time"
 
 
+HISTORIES = {
+    "nothing": ({}, []),
+    "some blocks": ({}, [3, 7]),
+    "aliases to come": ({"alias": True}, []),
+    "aliases": ({"alias": True}, [1]),
+    "past aliases": ({"alias": True}, [1, 5]),
+    "pooled": ({"handles": HandlePolicy(2 * G, 6 * G)}, [12, -4]),
+    "handles that could not be cut": ({}, [12, -4]),
+}
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_what_would_fit_fits_and_no_block_more(history: str) -> None:
+    options, steps = HISTORIES[history]
+    answers = set()
+    for budget in range(1, 80):
+        store = make_store(faulty("host", budget * G), **options)  # type: ignore[arg-type]
+        try:
+            for step in steps:
+                store.extend(step) if step > 0 else store.shrink(-step)
+        except OutOfMemory:
+            store.close(lambda: None)
+            continue
+        before = held(store)
+        while True:
+            try:
+                store.extend(CAPACITY)
+                break
+            except OutOfMemory as error:
+                assert held(store)._replace(num_handles=0, live=(), free_bytes=0) == before._replace(
+                    num_handles=0, live=(), free_bytes=0
+                ), "but for pooled handles"
+                fits = error.would_fit if error.asked_bytes > error.free_bytes else None
+                assert fits is not None
+                answers.add(fits)
+                with pytest.raises(OutOfMemory):
+                    store.extend(fits + 1)
+                store.extend(fits)
+                assert store.num_blocks == fits >= before.num_blocks
+                break
+        store.close(lambda: None)
+    assert len(answers) > 3
+
+
 @pytest.mark.parametrize("operation", ["close", "sleep", "shrink"])
 def test_aliased_memory_goes_like_any_other(operation: str) -> None:
     store = make_store(faulty("host"), alias=True)
@@ -579,6 +779,45 @@ def test_extend_async_reports_errors() -> None:
     store.sleep()
     with pytest.raises(Asleep):
         store.extend_async(9)
+
+
+def test_changes_queue_behind_an_extension_in_the_background() -> None:
+    store, model = filled(3)
+    entered, proceed = threading.Event(), threading.Event()
+    real = store.memory.wait
+
+    def slow() -> None:
+        entered.set()
+        assert proceed.wait(20)
+        real()
+
+    store.memory.wait = slow  # type: ignore[method-assign]
+    first = store.extend_async(9)
+    assert entered.wait(20)
+    futures = [store.extend_async(target) for target in (15, 5, 12)]  # not "inside another change"
+    proceed.set()
+    for future in (first, *futures):
+        future.result(20)
+    assert store.num_blocks == 15
+    model.resize(15)
+    model.check(store)
+
+
+def test_an_extension_that_comes_after_a_sleep_or_close_says_so() -> None:
+    store, model = filled(3)
+    with store.locked():
+        future = store.extend_async(9)
+        store.sleep(keep="host")
+    with pytest.raises(Asleep):
+        future.result(20)
+    store.wake()
+    model.check(store)
+    with store.locked():
+        future = store.extend_async(9)
+        store.close(lambda: None)
+    with pytest.raises(Closed):
+        future.result(20)
+    assert store.memory.live == (0, 0, 0)
 
 
 # Captures.
@@ -638,6 +877,9 @@ def test_launches_of_copies_are_known_before_the_first() -> None:
     launches = store.copy_launches()
     store.memory.is_capturing = lambda: True  # type: ignore[method-assign]
     store.copy_blocks(torch.tensor([[0, 1]], dtype=torch.int32))  # the table is there, so it may be captured
+    scatters = [launch.arguments["SCATTER"] for launch in launches if launch.kernel is gather_blocks_kernel]
+    assert scatters == [False, True] * len(store.buffers)
+    launches = [launch for launch in launches if launch.kernel is copy_blocks_kernel]
     flags = {(launch.arguments["SOURCE_BOUNDED"], launch.arguments["TARGET_BOUNDED"]) for launch in launches}
     assert flags == {(True, True), (False, True), (True, False)}
     dtypes = {launch.arguments["pairs_ptr"].dtype for launch in launches}
@@ -667,6 +909,24 @@ def test_compaction_frees_what_it_promises(live) -> None:
     for block in live:
         model.values[int(plan.remapping[block])] = old[block]
     model.check(store)
+
+
+@given(live=st.lists(st.integers(-3, 23), max_size=40))
+@settings(max_examples=60, deadline=None)
+def test_compaction_of_any_list(live: list[int]) -> None:
+    store = make_store(faulty("fake"))
+    store.extend(20)
+    if any(not 0 <= block < 20 for block in live):
+        with pytest.raises(ValueError, match="is not one of the 20 committed blocks"):
+            store.compaction_plan(live)
+        return
+    plan = store.compaction_plan(live)
+    assert plan.num_blocks == len(set(live))
+    assert {int(plan.remapping[block]) for block in live} == set(range(plan.num_blocks))
+    sources, targets = {source for source, _ in plan.moves.tolist()}, {target for _, target in plan.moves.tolist()}
+    assert not sources & targets
+    assert not targets & set(live)
+    assert store.mapped_bytes - plan.freed_bytes == store.mapped_bytes_at(plan.num_blocks)
 
 
 def test_compaction_of_blocks_that_are_not_there() -> None:
@@ -899,21 +1159,48 @@ GROUPS = [
 
 
 def reserve_groups(**options):
-    return tkv.KVCache.reserve(GROUPS, block_size=16, capacity=64, memory=tkv.HostMemory(4096), **options)
+    memory = tkv.HostMemory(4096, budget_bytes=64 << 20)
+    return tkv.KVCache.reserve(GROUPS, block_size=16, capacity=64, memory=memory, **options)
 
 
-def test_groups_do_not_sleep_alone_while_one_granule_stands_for_all_segments():
+@pytest.mark.parametrize("keep", [None, "host"])
+def test_groups_sleep_alone_while_one_granule_stands_for_all_segments(keep):
     with reserve_groups(alias=True) as cache:
         cache.extend(1)
-        with pytest.raises(ValueError, match="some groups cannot sleep while one granule stands for all segments"):
-            cache.sleep(groups=["a"])
-        cache.sleep()
+        cache["a.0"].k[:1] = 3
+        held_bytes, mapped_bytes = cache.memory_info()[0], cache.mapped_bytes
+        report = cache.sleep(keep, groups=["a"])
+        assert report.freed == cache.memory_info()[0] - held_bytes == 4096, "one of the two granules"
+        cache["b.0"].k[:1] = 5
         cache.wake()
+        assert bool((cache["a.0"].k[0] == (3 if keep else 0)).all())
+        assert bool((cache["b.0"].k[0] == 5).all())
+        assert cache.mapped_bytes == mapped_bytes + 4096, "what wakes is real memory, one granule a segment"
+        epoch = cache.epoch
         cache.extend(32)
+        assert cache.epoch == epoch + 1
         assert cache.mapped_bytes == cache.mapped_bytes_at(32)
+        for layer in cache:
+            assert not layer.k[:32].any()
+            assert not layer.v[:32].any()
         cache["b.0"].k[:32] = 1
         assert not cache["b.0"].v[:32].any()
         assert not cache["b.1"].k[:32].any()
+
+
+def test_groups_that_sleep_one_after_the_other_wake_without_aliases():
+    with reserve_groups(alias=True) as cache:
+        cache.extend(1)
+        cache.sleep(groups=["a"])
+        cache.sleep(groups=["b"])
+        assert cache.mapped_bytes == 0
+        cache.wake()
+        assert cache.mapped_bytes == cache.mapped_bytes_at(1)
+        cache["a.0"].k[:1] = 3
+        epoch = cache.epoch
+        cache.extend(32)
+        assert cache.epoch == epoch
+        assert bool((cache["a.0"].k[0] == 3).all())
 
 
 @pytest.mark.parametrize("inner", ["extend", "shrink", "sleep", "close", "coalesce"])
@@ -1009,6 +1296,19 @@ def test_sleep_is_prepared_for_blocks_that_can_be(blocks):
         cache.extend(4)
         with pytest.raises(ValueError, match=r"num_blocks must lie in 0\.\.64"):
             cache.prepare_sleep(blocks)
+
+
+def test_stats_after_close_are_empty():
+    cache = reserve_groups()
+    cache.extend(4)
+    cache.prepare_sleep()
+    cache.sleep("host")
+    cache.close()
+    stats = cache.stats()
+    assert stats.state == "closed"
+    held_bytes = [stats.committed_bytes, stats.mapped_bytes, stats.pooled_bytes, stats.staging_bytes, stats.host_bytes]
+    assert [stats.num_blocks, stats.num_handles, *held_bytes] == [0] * 7
+    cache.close()
 
 
 def test_an_awake_group_shows_its_committed_blocks():

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
+import torch
 from elastic_store import G, Held, Model, faulty, held, make_store
 
+from triton_kv import AttentionSpec, KVCache, LayerGroup
 from triton_kv.errors import DriverError, OutOfMemory
-from triton_kv.memory import FaultyMemory, HandlePolicy
+from triton_kv.memory import FaultyMemory, HandlePolicy, HostMemory, PoisonedMemory, VirtualMemory
 from triton_kv.memory.reservation import reap
+from triton_kv.memory.wrapper import WrappedMemory
 from triton_kv.store import BlockStore
 
 
@@ -37,9 +41,20 @@ def grow(*sizes: int) -> Callable[[BlockStore, Model], None]:
     return prepare
 
 
-def grow_and_sleep(keep: str | None, live: list[int] | None = None) -> Callable[[BlockStore, Model], None]:
+def grow_and_prepare(*sizes: int) -> Callable[[BlockStore, Model], None]:
     def prepare(store: BlockStore, model: Model) -> None:
-        grow(2, 13)(store, model)
+        grow(*sizes)(store, model)
+        store.prepare_sleep()
+        assert store.stats().staging_bytes
+
+    return prepare
+
+
+def grow_and_sleep(
+    keep: str | None, live: list[int] | None = None, *, prepared: bool = False
+) -> Callable[[BlockStore, Model], None]:
+    def prepare(store: BlockStore, model: Model) -> None:
+        (grow_and_prepare if prepared else grow)(2, 13)(store, model)
         store.sleep(keep=keep, live=live)
         kept = model.values.copy()
         model.resize(0)
@@ -106,6 +121,13 @@ CHANGES = {
     "wake with gathered blocks": Change(
         grow_and_sleep("host", [3, 4, 12]), lambda store: store.wake(), awake, gather=True
     ),
+    "prepare a sleep": Change(grow(2, 13), lambda store: store.prepare_sleep(), same, gather=True),
+    "sleep as prepared": Change(
+        grow_and_prepare(2, 13), lambda store: store.sleep(keep="host", live=[0, 5, 6]), to(0), gather=True
+    ),
+    "wake as prepared": Change(
+        grow_and_sleep("host", [3, 4, 12], prepared=True), lambda store: store.wake(), awake, gather=True
+    ),
     "wake": Change(grow_and_sleep(None), lambda store: store.wake(), awake),
     "wake with contents": Change(grow_and_sleep("host"), lambda store: store.wake(), awake),
     "wake with live blocks": Change(grow_and_sleep("host", [3, 4, 12]), lambda store: store.wake(), awake),
@@ -149,7 +171,7 @@ def test_every_call_of_a_change_may_fail(
     if change.gather:
         if name != "host":
             pytest.skip("books have no blocks to gather, and plain memory does not crowd the device")
-        monkeypatch.setattr("triton_kv.host_copy.should_stage", lambda memory, num_bytes: True)
+        monkeypatch.setattr("triton_kv.host_copy.should_gather", lambda *arguments: True)
     if change.tight and name == "allocated":
         pytest.skip("plain memory is all there from the start")
     memory, store, model = start(name, change)
@@ -193,3 +215,165 @@ def test_every_call_of_a_change_may_fail(
             break
     never_raises = {"trim", "coalesce"} if name == "allocated" else {"trim"}
     assert num_raised > 0 or change in [CHANGES[each] for each in never_raises]
+
+
+class LateInterrupts(WrappedMemory):
+    """An interrupt strikes when the n-th of the calls that return nothing is done, and nobody has noted that yet."""
+
+    def __init__(self, memory: VirtualMemory) -> None:
+        super().__init__(memory)
+        self.remaining = 0  # 0: no interrupt
+
+    def _pass(self) -> None:
+        self.remaining -= self.remaining > 0
+        if self.remaining == 0 and self.is_armed:
+            self.is_armed = False
+            raise KeyboardInterrupt
+
+    is_armed = False
+
+    def arm(self, nth: int) -> None:
+        self.remaining, self.is_armed = nth, True
+
+
+def _late(name: str) -> Callable[..., None]:
+    def call(self: LateInterrupts, *arguments: object, **options: object) -> None:
+        getattr(self.memory, name)(*arguments, **options)
+        self._pass()
+
+    return call
+
+
+for _name in ("map", "set_access", "unmap", "fill", "copy", "wait", "synchronize"):
+    setattr(LateInterrupts, _name, _late(_name))
+
+
+INTERRUPTED = (
+    "extend in chunks",
+    "extend past the aliases",
+    "shrink through handles",
+    "coalesce",
+    "sleep with gathered blocks",
+    "wake with gathered blocks",
+    "sleep as prepared",
+)
+
+
+@pytest.mark.parametrize("change", [CHANGES[name] for name in INTERRUPTED], ids=INTERRUPTED)
+def test_an_interrupt_may_strike_when_a_call_is_done(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
+    if change.gather:
+        monkeypatch.setattr("triton_kv.host_copy.should_gather", lambda *arguments: True)
+    nth = 0
+    while True:
+        nth += 1
+        memory = LateInterrupts(PoisonedMemory(HostMemory(G, 64 << 20)))
+        store = make_store(memory, handles=change.policy, alias=change.alias)
+        model = Model(store)
+        change.prepare(store, model)
+        before = held(store)
+        memory.arm(nth)
+        try:
+            change.apply(store)
+        except KeyboardInterrupt as raised:
+            raised.__traceback__ = None
+            assert not getattr(raised, "undo_failures", ())  # noqa: PT017
+            if change.gather and held(store) != before:
+                gc.collect()
+                assert reap(memory) == []
+        untouched, memory.is_armed = memory.is_armed, False
+        if held(store)[:2] == before[:2]:
+            if not untouched:
+                assert held(store) == before, f"call {nth}"
+            model.check(store)
+            change.apply(store)
+        change.model(model)
+        model.check(store)
+        store.close(lambda: None)
+        assert memory.live == (0, 0, 0)
+        assert memory.pinned_bytes == 0
+        if untouched:
+            break
+
+
+SPEC = AttentionSpec(num_kv_heads=2, head_dim=16, dtype=torch.float32)
+ADDED = LayerGroup("added", {"added.0": SPEC, "added.1": SPEC})
+
+
+ADDITIONS = {
+    "before any block": (0, False, {}),
+    "one buffer": (5, False, {}),
+    "two buffers": (5, True, {}),
+    "two buffers, dense": (5, True, {"dense": True}),
+    "beside aliases": (1, True, {"alias": True}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("host", "driver"), ("host", "interrupt"), ("fake", "driver"), ("allocated", "driver")]
+)
+@pytest.mark.parametrize(("num_blocks", "separate", "options"), ADDITIONS.values(), ids=ADDITIONS)
+def test_every_call_of_adding_a_group_may_fail(
+    num_blocks: int, separate: bool, options: dict[str, bool], name: str, error: str
+) -> None:
+    group = replace(ADDED, separate=separate)
+    nth = num_raised = 0
+    while True:
+        nth += 1
+        memory = faulty(name)
+        cache = KVCache.reserve(SPEC, num_layers=2, block_size=4, capacity=24, memory=memory, **options)
+        if name == "allocated":
+            cache.shrink(0)
+        cache.extend(num_blocks)
+        has_bytes = name != "fake"
+        if has_bytes:
+            cache[1].v[: cache.num_blocks] = 7
+        before, names = held(cache._store), [layer.name for layer in cache.geometry.layers]
+        memory.fail("any", nth, code="EIO" if error == "driver" else KeyboardInterrupt())
+        try:
+            cache.add_group(group)
+        except (DriverError, KeyboardInterrupt) as raised:
+            num_raised += 1
+            raised.__traceback__ = None
+            assert not getattr(raised, "undo_failures", ())  # noqa: PT017
+            memory.heal()
+            assert reap(memory) == []
+            assert held(cache._store) == before, f"call {nth}"
+            assert [layer.name for layer in cache.geometry.layers] == names
+            assert len(cache) == 2
+            with pytest.raises(KeyError):
+                cache["added.0"]
+            cache.add_group(group)
+        untouched = memory.num_planned == 1
+        memory.heal()
+        assert len(cache) == 4
+        if has_bytes:
+            assert bool((cache[1].v[: cache.num_blocks] == 7).all())
+            for added in ("added.0", "added.1"):
+                assert not cache[added].k[: cache.num_blocks].any()
+                cache[added].v[: cache.num_blocks] = 9
+            if num_blocks:
+                cache.zero_blocks([0])
+                assert not cache["added.1"].v[:1].any()
+        if not options.get("alias"):
+            assert cache.mapped_bytes == cache.mapped_bytes_at(cache.num_blocks)
+        cache.extend(24)
+        assert cache.num_blocks == 24
+        cache.close()
+        assert reap(memory) == []
+        assert memory.live[1:] == (0, 0)
+        if untouched:
+            break
+    assert num_raised > 0
+
+
+def test_adding_a_group_takes_what_pools_and_staging_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton_kv.host_copy.should_gather", lambda *arguments: True)
+    memory = faulty("host")
+    handles = HandlePolicy(pool_bytes=64 * G)
+    with KVCache.reserve(SPEC, num_layers=2, block_size=4, capacity=24, memory=memory, handles=handles) as cache:
+        cache.extend(24)
+        cache.shrink(8)
+        cache.prepare_sleep()
+        memory.memory.memory._budget_bytes = 2 * cache.mapped_bytes_at(8)  # type: ignore[attr-defined]
+        cache.add_group(ADDED)
+        assert cache.stats().pooled_bytes == cache.stats().staging_bytes == 0

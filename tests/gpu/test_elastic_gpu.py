@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import triton_kv as tkv
-from tests import copy_cases
+from tests import copy_cases, gather_cases
 from triton_kv.errors import Asleep, CaptureError, DriverError, OutOfMemory
 from triton_kv.launch import count_compilations
 from triton_kv.memory import CudaMemory, FaultyMemory, HandlePolicy
@@ -55,11 +55,11 @@ def write(cache: tkv.KVCache, start: int = 0, end: int | None = None) -> None:
 
 
 def check(cache: tkv.KVCache, blocks: torch.Tensor | range, source: torch.Tensor | range | None = None) -> None:
-    """Blocks hold what `write` put into `source` (by default themselves)."""
+    """Blocks hold what `write` put into `source` (by default themselves), in the layers that were there then."""
     where = torch.as_tensor(blocks, device="cuda", dtype=torch.int64)
     values = torch.as_tensor(blocks if source is None else source, device="cuda", dtype=torch.int64)
     values = values[:, None, None, None]
-    for layer in cache:
+    for layer in list(cache)[:NUM_LAYERS]:
         assert bool((layer.k[where] == values % 251 + layer.index).all()), layer
         assert bool((layer.v[where] == -(values % 241 + layer.index)).all()), layer
 
@@ -197,22 +197,101 @@ def test_sleep_and_wake_beside_a_running_kernel(keep):
             check_zero(cache, 0, 3000)
 
 
-@pytest.mark.parametrize("layout", ["LTBNHD", "LHBNTD"])
-def test_scattered_live_blocks_come_back(layout):
+def check_only(cache: tkv.KVCache, live: torch.Tensor) -> None:
+    """The live blocks are back, and all others are zero."""
+    check(cache, live)
+    dead = torch.ones(cache.num_blocks, dtype=torch.bool)
+    dead[live] = False
+    dead = dead.nonzero()[:, 0].cuda()
+    for layer in cache:
+        assert not layer.k[dead].any()
+        assert not layer.v[dead].any()
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("prepared", [False, True], ids=["unprepared", "prepared"])
+@pytest.mark.parametrize("layout", ["LTBNHD", "LHBNTD", "BLTNHD"])
+def test_scattered_live_blocks_come_back(layout, prepared):
     with reserve(layout=layout) as cache:
         cache.extend(CAPACITY)
-        write(cache)
         live = torch.randperm(CAPACITY)[:1500].sort().values
+        for lap in range(3):
+            write(cache)
+            if prepared:
+                cache.prepare_sleep(1500)
+            before = free_bytes()
+            report = cache.sleep("host", live=live.tolist())
+            assert report.freed == free_bytes() - before or lap == 0  # which may load the kernels
+            assert cache.stats().staging_bytes == 0
+            woken = cache.wake()
+            speeds = [each.host_bytes / each.copy_seconds / 1e9 for each in (report, woken)]
+            print(f"save {speeds[0]:.1f} GB/s, restore {speeds[1]:.1f} GB/s")
+            check_only(cache, live)
+            assert bool(cache.stats().staging_bytes) == (prepared and layout != "BLTNHD")
+
+
+@pytest.mark.parametrize("case", gather_cases.CASES, ids=str)
+@pytest.mark.parametrize("on_host", [False, True], ids=["device", "pinned"])
+def test_blocks_are_gathered(case, on_host):
+    gather_cases.check(case, torch.device("cuda"), on_host=on_host)
+
+
+@pytest.mark.parametrize("layout", ["LTBNHD", "LHBNTD"])
+def test_kernels_reach_over_the_link_where_no_staging_memory_is_left(layout):
+    memory = FaultyMemory(cuda_memory())
+    with reserve(memory, layout=layout) as cache:
+        cache.extend(CAPACITY)
+        live = torch.randperm(CAPACITY)[:1500].sort().values
+        write(cache)
+        memory.fail("create")
         report = cache.sleep("host", live=live.tolist())
-        print(f"{report.host_bytes / report.copy_seconds / 1e9:.1f} GB/s")
+        assert memory.num_planned == 0
         cache.wake()
-        check(cache, live)
-        dead = torch.ones(CAPACITY, dtype=torch.bool)
-        dead[live] = False
-        dead = dead.nonzero()[:, 0].cuda()
-        for layer in cache:
-            assert not layer.k[dead].any()
-            assert not layer.v[dead].any()
+        check_only(cache, live)
+        cache.sleep("host", live=live.tolist())
+        memory.fail("create", 1 + len(cache._store.buffers) * cache._store.buffers[0].buffer.num_segments)
+        woken = cache.wake()
+        assert memory.num_planned == 0
+        speeds = [each.host_bytes / each.copy_seconds / 1e9 for each in (report, woken)]
+        print(f"save {speeds[0]:.1f} GB/s, restore {speeds[1]:.1f} GB/s, without staging memory")
+        check_only(cache, live)
+
+
+def test_a_sleep_of_scattered_blocks_leaves_a_capture_alone():
+    """With an event: also the staging memory is given back without a wait for the device."""
+    with reserve() as cache:
+        cache.extend(900)
+        live = list(range(0, 900, 2))
+        write(cache)
+        cache.sleep("host", live=live)  # what loads modules must have run once
+        cache.wake()
+        write(cache)
+        counter = torch.zeros(1 << 16, device="cuda")
+        counter.add_(1)
+        done = torch.cuda.Event()
+        done.record()
+        torch.cuda.synchronize()
+        outcomes: list[object] = []
+
+        def sleep() -> None:
+            try:
+                outcomes.append(cache.sleep("host", live=live, after=done).host_bytes)
+            except BaseException as error:
+                outcomes.append(error)
+
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="global"):
+            counter.add_(1)
+            thread = threading.Thread(target=sleep)
+            thread.start()
+            thread.join()
+            counter.add_(1)
+        assert outcomes == [len(live) * cache.block_bytes]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert bool((counter == 3).all())
+        cache.wake()
+        check(cache, torch.tensor(live))
 
 
 @pytest.mark.alone
@@ -277,7 +356,10 @@ CHANGES = {
     "wake": (lambda cache: cache.wake(), 900),
     "coalesce": (lambda cache: cache.coalesce(), 900),
     "extend_async": (lambda cache: cache.extend_async(1500).result(), 1500),
+    "sleep gathered": (lambda cache: cache.sleep("host", live=range(0, 900, 3)), None),
+    "wake gathered": (lambda cache: cache.wake(), 900),
     "past aliases": (lambda cache: cache.extend(1500), 1500),
+    "add_group": (lambda cache: cache.add_group(tkv.LayerGroup("added", {"added": SPEC})), 900),
 }
 
 
@@ -296,6 +378,8 @@ def test_any_single_driver_call_may_fail(name):
             write(cache)
         if name == "wake":
             cache.sleep("host")
+        if name == "wake gathered":
+            cache.sleep("host", live=range(0, 900, 3))
         return memory, cache
 
     memory, cache = start()
@@ -323,9 +407,17 @@ def test_any_single_driver_call_may_fail(name):
             assert cache.asleep
         else:
             assert cache.num_blocks == expected
-            kept = {"extend": 900, "shrink": 200, "wake": 900, "coalesce": 900, "extend_async": 900}.get(name, 0)
+            assert len(cache) == NUM_LAYERS + (name == "add_group")
+            if name == "add_group":
+                assert not cache["added"].k[:900].any()
+                assert not cache["added"].v[:900].any()
+            old = {"extend": 900, "shrink": 200, "wake": 900, "coalesce": 900, "extend_async": 900, "add_group": 900}
+            kept = old.get(name, 0)
             check(cache, range(kept))
-            check_zero(cache, kept, expected)
+            if name == "wake gathered":
+                check_only(cache, torch.arange(0, 900, 3))
+            else:
+                check_zero(cache, kept, expected)
         cache.close()
         del cache
         assert reap(inner) == []
@@ -501,7 +593,7 @@ def test_copies_compile_nothing_after_compile_kernels():
             graph.replay()
             cache.copy_blocks(pairs.long())
             cache.copy_blocks([(3, 4), (4, 3), (5, 6)])
-            cache.sleep("host", live=[2, 4, 6])
+            cache.sleep("host", live=range(2, 64, 2))  # enough scattered blocks for kernels to gather them
             cache.wake()
         assert compiled == []
         check(cache, torch.tensor([2, 4, 6]), torch.tensor([1, 3, 5]))

@@ -144,6 +144,9 @@ class CudaMemory:
             self._stream = self._call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
             # Fills and copies are in order on it.
             self.copy_stream = torch.cuda.ExternalStream(int(self._stream), device=device)
+            # Kernels that work beside the copies; whoever uses it orders the two.
+            beside = self._call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            self.kernel_stream = torch.cuda.ExternalStream(int(beside), device=device)
 
     def reserve(self, num_bytes: int) -> int:
         if num_bytes >= 1 << 63:  # the binding takes 64 bits
@@ -195,9 +198,13 @@ class CudaMemory:
             with torch.cuda.device(self.device), torch.cuda.stream(self.copy_stream):
                 zero_ranges(address, num_bytes, stride=stride, count=count, device=self.device)
 
-    def enqueue(self, work: Callable[[], object]) -> None:
-        """Call `work`, whose kernels then run on the stream of the fills, in order with them."""
-        with self.activate(), torch.cuda.device(self.device), torch.cuda.stream(self.copy_stream):
+    def enqueue(self, work: Callable[[], object], *, beside: bool = False) -> None:
+        """Call `work`, whose kernels then run on the stream of the fills, in order with them.
+
+        `beside`: on `kernel_stream` instead, in order with nothing but what the caller has it wait for.
+        """
+        stream = self.kernel_stream if beside else self.copy_stream
+        with self.activate(), torch.cuda.device(self.device), torch.cuda.stream(stream):
             work()
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:

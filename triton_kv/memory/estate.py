@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from triton_kv.errors import DriverError
 from triton_kv.memory.protocol import VirtualMemory
 
 logger = logging.getLogger(__name__)
@@ -16,19 +17,35 @@ logger = logging.getLogger(__name__)
 class Run:
     """One handle and where it is mapped, in bytes from the reservation's start."""
 
-    __slots__ = ("end", "handle", "is_alias", "mapped", "pooled", "start")
+    __slots__ = ("end", "handle", "is_alias", "mapped", "pooled", "start", "unsure")
 
     def __init__(self, start: int, end: int) -> None:
         self.start = start
         self.end = end
         self.handle: int | None = None
         self.mapped = False
+        self.unsure = False  # a map or unmap is under way, or was interrupted: done or not, nobody knows
         self.is_alias = False  # the handle belongs to another run, which is mapped elsewhere too
         self.pooled = False  # the handle came out of the pool
 
     @property
     def num_bytes(self) -> int:
         return self.end - self.start
+
+
+def unmap_run(memory: VirtualMemory, address: int, run: Run) -> None:
+    """Unmap a handle that is mapped or may be, in a reservation at `address`."""
+    if not (run.mapped or run.unsure):
+        return
+    was_unsure = run.unsure
+    run.unsure = True
+    try:
+        memory.unmap(address + run.start, run.num_bytes)
+    except DriverError:
+        if not was_unsure:
+            run.unsure = False
+            raise
+    run.mapped = run.unsure = False
 
 
 class Inheritance(Protocol):
@@ -53,10 +70,11 @@ class Estate:
     Failures are returned without their tracebacks, whose frames would keep the caller, and with it views, alive.
     """
 
-    __slots__ = ("address", "leaving", "memory", "num_bytes", "pid", "pool", "reported", "runs", "strays")
+    __slots__ = ("address", "is_private", "leaving", "memory", "num_bytes", "pid", "pool", "reported", "runs", "strays")
 
-    def __init__(self, memory: VirtualMemory, address: int, num_bytes: int) -> None:
+    def __init__(self, memory: VirtualMemory, address: int, num_bytes: int, *, is_private: bool = False) -> None:
         self.memory = memory
+        self.is_private = is_private  # only the driver's own fills and copies touch it
         self.address = address  # 0 once it is free
         self.num_bytes = num_bytes
         self.runs: list[Run] = []  # mapped, sorted, disjoint
@@ -71,11 +89,12 @@ class Estate:
         return not (self.address or self.strays)
 
     def clear(self) -> list[BaseException]:
-        """Wait for the device, unmap all, release all. What fails stays in the books and is returned."""
+        """Wait for what may touch it, unmap all, release all. What fails stays in the books and is returned."""
         failures: list[BaseException] = []
         if self.runs:
             try:
-                self.memory.synchronize()
+                # A wait for the whole device would end another thread's capture.
+                (self.memory.wait if self.is_private else self.memory.synchronize)()
             except Exception as failure:  # a context that died cannot be waited for, and nothing runs in it any more
                 failures.append(failure.with_traceback(None))
         stuck = []
@@ -83,12 +102,11 @@ class Estate:
             while self.runs:
                 run = self.runs[-1]
                 try:
-                    self.memory.unmap(self.address + run.start, run.num_bytes)
+                    unmap_run(self.memory, self.address, run)
                 except Exception as failure:
                     failures.append(failure.with_traceback(None))
                     stuck.append(run)
                 else:
-                    run.mapped = False
                     self.strays.append(run)
                 self.runs.pop()
         finally:
@@ -189,4 +207,4 @@ def warn(memory: VirtualMemory, text: str, failures: list[BaseException]) -> Non
         logger.warning("%s: %s: %s", repr(memory), text, "; ".join(str(failure) for failure in failures))
 
 
-__all__ = ["Estate", "Inheritance", "Lease", "Run", "abandon", "reap", "warn"]
+__all__ = ["Estate", "Inheritance", "Lease", "Run", "abandon", "reap", "unmap_run", "warn"]

@@ -117,9 +117,9 @@ class FaultyMemory(WrappedMemory):
         if name != "enqueue":
             return found
 
-        def enqueue(work: Callable[[], object]) -> None:
-            self._pass("fill")  # it zeroes, as a fill does
-            found(work)
+        def enqueue(work: Callable[[], object], **options: Any) -> None:
+            self._pass("fill")  # a launch, as a fill is
+            found(work, **options)
 
         return enqueue
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from triton_kv.errors import Broken, Closed, DriverError, Forked, raise_together
-from triton_kv.memory.estate import Estate, Lease, Run, abandon, reap, warn
+from triton_kv.memory.estate import Estate, Lease, Run, abandon, reap, unmap_run, warn
 from triton_kv.memory.policy import HandlePolicy
 from triton_kv.memory.protocol import VirtualMemory
 from triton_kv.memory.transaction import Transaction
@@ -34,19 +35,24 @@ class Reservation:
         memory: the driver.
         num_bytes: rounded up to whole granules.
         policy: how runs are cut into handles, and how many bytes of unused handles are kept.
+        is_private: only the driver's own fills and copies touch it, and there are no views: closing waits for these
+            copies alone.
 
     Raises:
         AddressSpaceExhausted: nothing is reserved then.
     """
 
-    def __init__(self, memory: VirtualMemory, num_bytes: int, policy: HandlePolicy | None = None) -> None:
-        warn(memory, "what a dead owner left could not be given back yet", reap(memory))
+    def __init__(
+        self, memory: VirtualMemory, num_bytes: int, policy: HandlePolicy | None = None, *, is_private: bool = False
+    ) -> None:
+        if not is_private:  # reaping may wait for the whole device
+            warn(memory, "what a dead owner left could not be given back yet", reap(memory))
         self.memory = memory
         self.num_bytes = round_up(num_bytes, memory.granularity)
         self.policy = policy or HandlePolicy()
         with memory.activate():
             self.address = memory.reserve(self.num_bytes)
-        self._estate = Estate(memory, self.address, self.num_bytes)
+        self._estate = Estate(memory, self.address, self.num_bytes, is_private=is_private)
         self._lease: Lease | None = Lease(self._estate)
         self._closed = False
         # Called when memory runs out: gives back spare handles of others too, and says whether there were any.
@@ -126,6 +132,15 @@ class Reservation:
                         self._map(run, transaction)
                 if on_mapped is not None:
                     on_mapped(index)
+
+    def missing_bytes(self, ranges: Sequence[ByteRange]) -> int:
+        """What an `ensure` of these ranges would map, in whole granules."""
+        total = position = 0
+        for offset, num_bytes in ranges:
+            for start, end in self._missing(offset, num_bytes):
+                total += max(end - max(start, position), 0)  # two ranges may share a granule
+                position = max(end, position)
+        return total
 
     def alias(self, ranges: Sequence[ByteRange], transaction: Transaction) -> None:
         """Map one granule of memory, the same one, behind every missing granule of `ranges`.
@@ -208,8 +223,9 @@ class Reservation:
         with self.memory.activate():
             for run in runs:
                 transaction.undo(self._restore, run)
-                self.memory.unmap(self.address + run.start, run.num_bytes)
-                run.mapped = False
+                with _unsure(run):
+                    self.memory.unmap(self.address + run.start, run.num_bytes)
+                    run.mapped = False
             estate.runs[:] = [run for run in estate.runs if run.mapped]
             estate.leaving += runs
         return sum(run.num_bytes for run in runs if not run.is_alias)
@@ -267,6 +283,9 @@ class Reservation:
             raise Forked(f"a reservation of {self.num_bytes} bytes")
         self._closed = True
         failures: list[BaseException] = []
+        if self._estate.is_private:  # no view keeps its addresses
+            raise_together(self._estate.give_back())
+            return
         if self._lease is not None:
             with self.memory.activate():
                 failures += self._estate.clear()
@@ -302,8 +321,9 @@ class Reservation:
     def _map(self, run: Run, transaction: Transaction) -> None:
         assert run.handle is not None
         transaction.undo(self._drop, run)
-        self.memory.map(self.address + run.start, run.num_bytes, run.handle)
-        run.mapped = True
+        with _unsure(run):
+            self.memory.map(self.address + run.start, run.num_bytes, run.handle)
+            run.mapped = True
         insort(self._estate.runs, run, key=_start)
         self.memory.set_access(self.address + run.start, run.num_bytes)
 
@@ -313,8 +333,15 @@ class Reservation:
         assert new.handle is not None
         scratch = Estate(memory, memory.reserve(new.num_bytes), new.num_bytes)
         transaction.undo(self._drop_scratch, scratch)
-        memory.map(scratch.address, new.num_bytes, new.handle)
-        scratch.runs.append(Run(0, new.num_bytes))
+        mapping = Run(0, new.num_bytes)
+        scratch.runs.append(mapping)
+        try:
+            with _unsure(mapping):
+                memory.map(scratch.address, new.num_bytes, new.handle)
+                mapping.mapped = True
+        except DriverError:
+            scratch.runs.clear()
+            raise
         memory.set_access(scratch.address, new.num_bytes)
         for source in old:
             start, end = max(source.start, new.start), min(source.end, new.end)
@@ -336,9 +363,9 @@ class Reservation:
             return
         with self.memory.activate():
             self.memory.wait()
-            if scratch.runs:
-                self.memory.unmap(scratch.address, scratch.num_bytes)
-                scratch.runs.clear()
+            for mapping in scratch.runs:
+                unmap_run(self.memory, scratch.address, mapping)
+            scratch.runs.clear()
             self.memory.free(scratch.address, scratch.num_bytes)
             scratch.address = 0
 
@@ -346,9 +373,8 @@ class Reservation:
         """Undo of a mapping, as far as it came."""
         try:
             with self.memory.activate():
-                if run.mapped:
-                    self.memory.unmap(self.address + run.start, run.num_bytes)
-                    run.mapped = False
+                unmap_run(self.memory, self.address, run)
+                if run in self._estate.runs:
                     self._estate.runs.remove(run)
         except BaseException:
             self.broken = True
@@ -374,7 +400,7 @@ class Reservation:
 
     def _restore(self, run: Run) -> None:
         """Undo of an unmap: the handle still holds its contents."""
-        if run.mapped:
+        if run.mapped and not run.unsure:
             return
         estate = self._estate
         if run in estate.leaving:
@@ -384,8 +410,12 @@ class Reservation:
         try:
             assert run.handle is not None
             with self.memory.activate():
-                self.memory.map(self.address + run.start, run.num_bytes, run.handle)
-                run.mapped = True
+                try:
+                    self.memory.map(self.address + run.start, run.num_bytes, run.handle)
+                except DriverError:
+                    if not run.unsure:  # else the unmap was interrupted before it was done
+                        raise
+                run.mapped, run.unsure = True, False
                 if not is_listed:
                     estate.runs.insert(index, run)
                 self.memory.set_access(self.address + run.start, run.num_bytes)
@@ -457,6 +487,18 @@ class Reservation:
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self.mapped_bytes} bytes mapped"
         return f"Reservation({self.address:#x}, {self.num_bytes} bytes, {state})"
+
+
+@contextmanager
+def _unsure(run: Run) -> Iterator[None]:
+    """Around a map or unmap and the note of its outcome: an interrupt may strike between the two."""
+    run.unsure = True
+    try:
+        yield
+    except DriverError:  # not done
+        run.unsure = False
+        raise
+    run.unsure = False
 
 
 def round_up(num_bytes: int, granularity: int) -> int:
