@@ -6,7 +6,7 @@ function serves an eager call, a warm-up before capture (`Launch.compile`) and a
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ _function_mode_at = torch._C._get_function_stack_at
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 LIBRARY = torch.library.Library("triton_kv", "DEF")
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,8 @@ class Launch:
 
         Returns Triton's compiled kernel, or None from the interpreter.
         """
-        if device is not None and device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
-            with torch.cuda.device(device):
-                return self.kernel[self.grid](**self.arguments, **self.options())
-        return self.kernel[self.grid](**self.arguments, **self.options())
+        with on_device(device):
+            return self.kernel[self.grid](**self.arguments, **self.options())
 
     def compile(self, *, load: bool = True) -> Any:
         """Compile for the current device without launching, and return Triton's compiled kernel.
@@ -75,6 +74,13 @@ class Launch:
         if self.max_registers is not None:
             options["maxnreg"] = self.max_registers
         return options
+
+
+def on_device(device: torch.device | None) -> AbstractContextManager[None]:
+    """A context in which a CUDA device is the current one. Where it is already, entering costs nearly nothing."""
+    if device is None or device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return _NOTHING
+    return torch.cuda.device(device)
 
 
 def register(name: str, schema: str, implementation: Callable[..., None]) -> Any:
@@ -133,4 +139,4 @@ def count_compilations() -> Iterator[list[str]]:
         triton.knobs.runtime.jit_cache_hook = previous
 
 
-__all__ = ["LIBRARY", "Launch", "count_compilations", "eager", "interpreted", "register"]
+__all__ = ["LIBRARY", "Launch", "count_compilations", "eager", "interpreted", "on_device", "register"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+from triton_kv.launch import on_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -56,11 +59,12 @@ class LaunchCache:
                     self._known.clear()
                 self._known[key] = self._prepare(launches, compiled)
             return
-        if device.index == torch.cuda.current_device():
-            _launch(known, tensors)
-        else:
-            with torch.cuda.device(device):
-                _launch(known, tensors)
+        with on_device(device):
+            for run, template, moves in known:
+                arguments = template.copy()
+                for position, index in moves:
+                    arguments[position] = address(tensors[index])
+                run(*arguments)
 
     def _prepare(self, launches: Sequence[Launch], compiled: Sequence[Any]) -> list[_Prepared] | None:
         prepared = []
@@ -86,9 +90,29 @@ def described(tensor: torch.Tensor | None) -> tuple[Hashable, ...] | None:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16
 
 
-def _launch(prepared: list[_Prepared], tensors: Sequence[torch.Tensor | None]) -> None:
-    for run, template, moves in prepared:
-        arguments = template.copy()
-        for position, index in moves:
-            arguments[position] = tensors[index]
-        run(*arguments)
+def address(tensor: torch.Tensor | None) -> int | None:
+    """What Triton's launcher takes as it is. Of a tensor it would ask the driver whether the GPU can reach it."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+class SameLaunch:
+    """A launch whose arguments never change: from the second run on without Triton's preparations.
+
+    Keeps the launch's tensors alive.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._again: Callable[[], None] | None = None
+
+    def run(self, device: torch.device) -> None:
+        """Launches on the current stream of `device`. Does not synchronise."""
+        if self._again is not None:
+            with on_device(device):
+                self._again()
+            return
+        compiled = self._launch.run(device)
+        if compiled is not None:  # not interpreted
+            values = self._launch.arguments.values()
+            arguments = [address(value) if isinstance(value, torch.Tensor) else value for value in values]
+            self._again = partial(compiled[(*self._launch.grid, 1, 1)[:3]], *arguments)

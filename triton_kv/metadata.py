@@ -14,7 +14,8 @@ import torch
 
 from triton_kv.errors import CaptureError, Unavailable
 from triton_kv.kernels.unpack import unpack_kernel
-from triton_kv.launch import Launch, interpreted
+from triton_kv.launch import Launch, interpreted, on_device
+from triton_kv.launch_cache import SameLaunch
 from triton_kv.spec import positive_int
 
 # Words in front of the slots: num_tokens, num_seqs, then room that keeps the 8-byte slots aligned to a cache line.
@@ -173,6 +174,7 @@ class AttentionBuffers:
         self.launch = unpack_launch(
             self._packed, self._block_table, self._seq_lens, self._query_start_loc, self._slot_mapping
         )
+        self._unpack = SameLaunch(self.launch)
 
     def fill(
         self,
@@ -368,7 +370,7 @@ class AttentionBuffers:
         """The staging buffer whose turn it is, once the copy that last read it has run."""
         staging = self._staging[self._turn]
         if staging.copied is not None:
-            with torch.cuda.device(self.device):
+            with on_device(self.device):
                 if torch.cuda.is_current_stream_capturing():
                     raise CaptureError("AttentionBuffers.fill")
             staging.copied.synchronize()
@@ -384,10 +386,10 @@ class AttentionBuffers:
                     self._packed, self._block_table, self._seq_lens, self._query_start_loc, self._slot_mapping
                 )
             return
-        with torch.cuda.device(self.device):
+        with on_device(self.device):
             self._packed[:num_words].copy_(staging.tensor[:num_words], non_blocking=True)
             staging.copied.record()
-            self.launch.run()
+            self._unpack.run(self.device)
         self._turn = (self._turn + 1) % len(self._staging)
 
 

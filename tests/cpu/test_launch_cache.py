@@ -3,7 +3,7 @@
 import torch
 
 from triton_kv.launch import Launch
-from triton_kv.launch_cache import LaunchCache, described
+from triton_kv.launch_cache import LaunchCache, SameLaunch, described
 
 CPU = torch.device("cpu")
 
@@ -54,7 +54,7 @@ def test_known_keys_go_past_the_first_preparation(monkeypatch):
     assert len(built) == len(kernel.calls) == 1
     ((grid, arguments),) = kernel.compiled.calls
     assert grid == (3, 1, 1)
-    assert arguments[0] is second[0]
+    assert arguments[0] == second[0].data_ptr()
     assert arguments[1:] == (7, None, 16)
     cache.run("other", CPU, first, build)
     assert len(built) == 2
@@ -67,6 +67,15 @@ def test_launches_with_tensors_that_are_not_named_are_prepared_each_time(monkeyp
         cache.run("key", CPU, (None,), lambda: [launch(kernel, a_ptr=None, hidden=torch.zeros(1))])
     assert len(kernel.calls) == 2
     assert not cache.knows("key")
+
+
+def test_the_same_launch_is_prepared_once():
+    kernel, tensor = Kernel(), torch.zeros(2)
+    same = SameLaunch(launch(kernel, a_ptr=tensor, b_ptr=None, size=7, BLOCK=16))
+    for _ in range(3):
+        same.run(CPU)
+    assert len(kernel.calls) == 1
+    assert kernel.compiled.calls == [((3, 1, 1), (tensor.data_ptr(), None, 7, 16))] * 2
 
 
 def test_a_template_keeps_no_tensor_alive():
