@@ -26,7 +26,7 @@ class AttentionCase:
     warm: bool = False  # one input set, so that what fits stays in the L2
     quick: bool = False
     extra_peers: tuple[str, ...] = ()  # slow to set up, so only where named: "sdpa", "flex"
-    ways: tuple[str, ...] = ()  # other ways to call ours, which stand aside: "planned", "portable"
+    ways: tuple[str, ...] = ()  # other ways to call ours, which stand aside: "planned", "portable", "apart", "apart"
     window: int | None = None  # a query sees so many keys at most
     shared_tokens: int = 0  # the first ones of all sequences, in the same blocks
 

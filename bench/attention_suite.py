@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 import triton_kv as tkv
 from bench.attention_inputs import AttentionInputs
@@ -79,7 +82,44 @@ def ours_planned(inputs: AttentionInputs) -> Candidate:
     return Candidate("ours-planned", run, "paged_attention, AttentionPlan.prepare once a step, not timed", plan=prepare)
 
 
-WAYS = {"planned": ours_planned, "portable": ours_portable}
+def ours_apart(inputs: AttentionInputs) -> Candidate:
+    """A call of its own for each run of sequences with as many query tokens: what a mixed batch must not exceed."""
+    case = inputs.case
+    parts = []
+    first = 0
+    for query_len, run_of in itertools.groupby(case.query_lens):
+        num_seqs = len(tuple(run_of))
+        seqs = slice(first, first + num_seqs)
+        tokens = slice(inputs.query_starts[first], inputs.query_starts[first + num_seqs])
+        starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=inputs.device) * query_len
+        part = tkv.AttentionMetadata(
+            block_table=inputs.block_table[seqs],
+            seq_lens=inputs.seq_lens[seqs],
+            slot_mapping=inputs.metadata.slot_mapping[tokens],
+            query_start_loc=None if query_len == 1 else starts,
+            num_tokens=num_seqs * query_len,
+            num_seqs=num_seqs,
+            max_query_len=query_len,
+        )
+        parts.append((tokens, part))
+        first += num_seqs
+
+    def run(index: int) -> Any:
+        for tokens, metadata in parts:
+            tkv.paged_attention(
+                inputs.q[index][tokens],
+                inputs.layers[index],
+                metadata,
+                scale=inputs.scale,
+                window=case.window,
+                out=inputs.out[tokens],
+            )
+        return inputs.out
+
+    return Candidate("ours-apart", run, "paged_attention, a call for each number of query tokens")
+
+
+WAYS = {"planned": ours_planned, "portable": ours_portable, "apart": ours_apart}
 
 
 def run_case(session: Session, case: AttentionCase, effort: Effort) -> dict[str, Any]:

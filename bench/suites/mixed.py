@@ -18,7 +18,7 @@ def batch(name: str, *groups: tuple[int, int, int], **choices: Any) -> Attention
     """Groups of (sequences, query tokens, length with them)."""
     query_lens = tuple(query for count, query, _ in groups for _ in range(count))
     seq_lens = tuple(length for count, _, length in groups for _ in range(count))
-    return AttentionCase(f"mixed/{name}", query_lens, seq_lens, ways=("planned",), **choices)
+    return AttentionCase(f"mixed/{name}", query_lens, seq_lens, ways=("planned", "apart"), **choices)
 
 
 CASES = (

@@ -40,7 +40,7 @@ def test_smoke(name, tmp_path):
         pytest.param("prefill", "16x1k", ("planned",), id="prefill"),
         pytest.param("prefill", "1x8k", ("planned", "portable"), id="portable"),
         pytest.param("prefill", "4x2k-ctx14k-b64", ("planned", "portable"), id="portable-in-large-blocks"),
-        pytest.param("mixed", "64x4-at-4k", ("planned",), id="mixed"),
+        pytest.param("mixed", "64x4-at-4k", ("planned", "apart"), id="mixed"),
     ],
 )
 def test_other_ways_to_call_ours(name, case, ways):
