@@ -281,12 +281,14 @@ def test_one_rank_over_nccl_agrees_over_gloo(memory, tmp_path):
 
 
 def test_estimate_then_measure():
-    """A model whose graphs take real memory: as far as any guess, no fewer blocks, an exact plan, the same tokens."""
-    case = sizing.SizingCase("sizing/1b", 16, 2048, 8192, 16, 8, 128, 128256, tied=True, utilizations=(0.90, 0.995))
+    """As far as a guess, no fewer blocks, an exact plan, the same tokens. `bench run sizing` does more of it."""
+    case = sizing.SizingCase(
+        "sizing/half-b", 8, 2048, 8192, 16, 8, 128, 128256, tied=True, utilizations=(0.995,), guesses=("legacy-1GiB",)
+    )
     result = sizing.run(Session(DEVICE), case)
     assert result["ok"], result.get("error")
-    attempts = result["ours"]["attempts"]
-    assert [attempt["ok"] for attempt in attempts] == [True] * 2
-    assert all(attempt["graph_bytes"] > 512 * MIB for attempt in attempts)
-    assert all(attempt["within_budget"] for attempt in attempts)
-    assert all(attempt["lost_bytes"] <= 64 * MIB for attempt in attempts)
+    (attempt,) = result["ours"]["attempts"]
+    assert attempt["ok"]
+    assert attempt["graph_bytes"] > 64 * MIB, attempt
+    assert attempt["within_budget"]
+    assert attempt["lost_bytes"] <= 64 * MIB
