@@ -172,6 +172,7 @@ def _produce(
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    Q_BUFFERS: gl.constexpr,
 ):
     """One warp: Q and K, or V, of every item, as the ring of buffers has room."""
     PARTS: gl.constexpr = (GROUP + PACKED - 1) // PACKED
@@ -206,8 +207,8 @@ def _produce(
         if not IS_V:
             head = kv_head * GROUP + item % PARTS * PACKED
             for which in gl.static_range(CONSUMERS):
-                slot = turn % 2 * CONSUMERS + which
-                mbarrier.wait(q_free.index(slot), (turn // 2 & 1) ^ 1)
+                slot = turn % Q_BUFFERS * CONSUMERS + which
+                mbarrier.wait(q_free.index(slot), (turn // Q_BUFFERS & 1) ^ 1)
                 mbarrier.expect(q_full.index(slot), CONSUMER_ROWS * HEAD_DIM * BYTES)
                 for half in gl.static_range(HALVES):
                     _load_box(
@@ -267,6 +268,62 @@ def _hide_unseen(
             usable |= gl.where(ids[i] >= 0, 1 << i, 0)
         scores = gl.where((usable >> key // BLOCK_SIZE & 1)[None, :] != 0, scores, HIDDEN)
     return scores
+
+
+@gluon.jit
+def _first_softmax(
+    q,
+    k_tiles,
+    k_full,
+    k_free,
+    step,
+    n,
+    last_key,  # [CONSUMER_ROWS]
+    suspect,
+    block_table_ptr,
+    control_ptr,
+    table_row_ptr,
+    length,
+    table_width,
+    num_blocks,
+    table_stride_row,
+    scale_log2,
+    BLOCK_SIZE: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SCORES: gl.constexpr,
+):
+    """An item's first scores where there is nothing to run beside: the weights, and each row's maximum and sum."""
+    stage = step % STAGES
+    mbarrier.wait(k_full.index(stage), step // STAGES & 1)
+    scores = warpgroup_mma(
+        q,
+        k_tiles.index(stage).permute((1, 0)),
+        gl.zeros([CONSUMER_ROWS, KEYS], gl.float32, SCORES),
+        use_acc=False,
+        is_async=True,
+    )
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    mbarrier.arrive(k_free.index(stage), count=1)
+    scores = _hide_unseen(
+        scores,
+        last_key - (n - 1) * KEYS,
+        n - 1,
+        suspect,
+        block_table_ptr,
+        control_ptr,
+        table_row_ptr,
+        length,
+        table_width,
+        num_blocks,
+        table_stride_row,
+        BLOCK_SIZE,
+        KEYS,
+        SCORES,
+    )
+    highest = gl.max(scores, 1)
+    p = gl.exp2(scores * scale_log2 - (highest * scale_log2)[:, None])
+    return p, highest, gl.sum(p, 1)
 
 
 @gluon.jit
@@ -371,6 +428,7 @@ def _consume(
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    Q_BUFFERS: gl.constexpr,
 ):
     """One warpgroup: softmax(Q K) V of its 64 rows of every item, keys from right to left.
 
@@ -397,7 +455,6 @@ def _consume(
     if turns > 0:
         if which == CONSUMERS - 1:
             _give_turn(which, CONSUMERS)
-        # The first item's first scores have nothing to run beside.
         item = _item_of(0)
         item_ptr = items_ptr + item // PARTS * ITEM_WORDS
         position = gl.load(item_ptr + POSITION)
@@ -407,20 +464,14 @@ def _consume(
         last_key = row_token + position if IS_CAUSAL else row_token * 0 + (length - 1)
         step = 0
         mbarrier.wait(q_full.index(which), 0)
-        mbarrier.wait(k_full.index(0), 0)
-        scores = warpgroup_mma(
+        p, highest, exp_sum = _first_softmax(
             q_tiles.index(which),
-            k_tiles.index(0).permute((1, 0)),
-            gl.zeros([CONSUMER_ROWS, KEYS], gl.float32, SCORES),
-            use_acc=False,
-            is_async=True,
-        )
-        scores = warpgroup_mma_wait(0, deps=(scores,))
-        mbarrier.arrive(k_free.index(0), count=1)
-        scores = _hide_unseen(
-            scores,
-            last_key - (n - 1) * KEYS,
-            n - 1,
+            k_tiles,
+            k_full,
+            k_free,
+            step,
+            n,
+            last_key,
             suspect,
             block_table_ptr,
             control_ptr,
@@ -429,17 +480,16 @@ def _consume(
             table_width,
             num_blocks,
             table_stride_row,
+            scale_log2,
             BLOCK_SIZE,
             KEYS,
+            STAGES,
             SCORES,
         )
-        highest = gl.max(scores, 1)
-        p = gl.exp2(scores * scale_log2 - (highest * scale_log2)[:, None])
-        exp_sum = gl.sum(p, 1)
         weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
-        mbarrier.wait(k_full.index(1 % STAGES), 1 // STAGES & 1, pred=n > 1)
+        mbarrier.wait(k_full.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=n > 1)
         for turn in range(turns):
-            slot = turn % 2 * CONSUMERS + which
+            slot = turn % Q_BUFFERS * CONSUMERS + which
             q = q_tiles.index(slot)
             _prefetch(items_ptr + _item_of(gl.minimum(turn + 1, turns - 1)) // PARTS * ITEM_WORDS)
             # Tiles after the first in which some row must not see some key.
@@ -493,7 +543,8 @@ def _consume(
                 # Only now: the weights before are an operand until the wait.
                 weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
                 acc = acc * gl.convert_layout(shrink, OUT_ROW)[:, None]
-            mbarrier.arrive(q_free.index(slot), count=1)
+            if Q_BUFFERS == 2:
+                mbarrier.arrive(q_free.index(slot), count=1)
 
             # The item's last values, beside the first scores and softmax of the next item.
             out_token = gl.load(item_ptr + FIRST_TOKEN) + which * TOKENS
@@ -508,7 +559,7 @@ def _consume(
             v_stage = step % STAGES
             v_phase = step // STAGES & 1
             step += 1
-            if turn + 1 < turns:
+            if (Q_BUFFERS == 2) & (turn + 1 < turns):
                 item = _item_of(turn + 1)
                 item_ptr = items_ptr + item // PARTS * ITEM_WORDS
                 position = gl.load(item_ptr + POSITION)
@@ -516,13 +567,13 @@ def _consume(
                 n = gl.load(item_ptr + KEY_TILES)
                 suspect = gl.load(suspects_ptr + gl.load(item_ptr + SEQ))
                 last_key = row_token + position if IS_CAUSAL else row_token * 0 + (length - 1)
-                slot = (turn + 1) % 2 * CONSUMERS + which
+                next_slot = (turn + 1) % Q_BUFFERS * CONSUMERS + which
                 stage = step % STAGES
-                mbarrier.wait(q_full.index(slot), (turn + 1) // 2 & 1)
+                mbarrier.wait(q_full.index(next_slot), (turn + 1) // Q_BUFFERS & 1)
                 mbarrier.wait(k_full.index(stage), step // STAGES & 1)
                 _wait_turn(which)
                 scores = warpgroup_mma(
-                    q_tiles.index(slot),
+                    q_tiles.index(next_slot),
                     k_tiles.index(stage).permute((1, 0)),
                     p,
                     use_acc=False,
@@ -585,6 +636,42 @@ def _consume(
                         GROUP,
                         PACKED,
                     )
+            if Q_BUFFERS == 1:
+                tma.store_wait(0)
+                mbarrier.arrive(q_free.index(slot), count=1)
+                if turn + 1 < turns:
+                    item = _item_of(turn + 1)
+                    item_ptr = items_ptr + item // PARTS * ITEM_WORDS
+                    position = gl.load(item_ptr + POSITION)
+                    length = gl.load(item_ptr + SEQ_LEN)
+                    n = gl.load(item_ptr + KEY_TILES)
+                    suspect = gl.load(suspects_ptr + gl.load(item_ptr + SEQ))
+                    last_key = row_token + position if IS_CAUSAL else row_token * 0 + (length - 1)
+                    mbarrier.wait(q_full.index(slot), (turn + 1) & 1)
+                    p, highest, exp_sum = _first_softmax(
+                        q,
+                        k_tiles,
+                        k_full,
+                        k_free,
+                        step,
+                        n,
+                        last_key,
+                        suspect,
+                        block_table_ptr,
+                        control_ptr,
+                        item_ptr + TABLE_ROW,
+                        length,
+                        table_width,
+                        num_blocks,
+                        table_stride_row,
+                        scale_log2,
+                        BLOCK_SIZE,
+                        KEYS,
+                        STAGES,
+                        SCORES,
+                    )
+                    weights = gl.convert_layout(p.to(DTYPE), WEIGHTS)
+                    mbarrier.wait(k_full.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=n > 1)
         tma.store_wait(0)
         if which == 0:
             _wait_turn(0)
@@ -637,6 +724,7 @@ def hopper_kernel(
     KEYS: gl.constexpr,  # keys a tile
     STAGES: gl.constexpr,  # tiles of K, and of V, in the ring
     CONSUMERS: gl.constexpr,  # 2 or 3
+    Q_BUFFERS: gl.constexpr,  # items whose queries are there; with 1 their results take the same memory
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -648,26 +736,29 @@ def hopper_kernel(
     # Rings are allocated in boxes, as the copy engine fills them, and read as whole tiles: a tile's two halves of 64
     # channels lie behind each other, each in rows of 128 swizzled bytes.
     q_buffer = gl.allocate_shared_memory(
-        DTYPE, [2 * CONSUMERS * HALVES, CONSUMER_ROWS // PACKED, PACKED, CHANNELS], q_desc.layout
+        DTYPE, [Q_BUFFERS * CONSUMERS * HALVES, CONSUMER_ROWS // PACKED, PACKED, CHANNELS], q_desc.layout
     )
-    out_buffer = gl.allocate_shared_memory(
-        DTYPE, [CONSUMERS * HALVES, CONSUMER_ROWS // PACKED, PACKED, CHANNELS], out_desc.layout
-    )
+    if Q_BUFFERS == 2:
+        out_buffer = gl.allocate_shared_memory(
+            DTYPE, [CONSUMERS * HALVES, CONSUMER_ROWS // PACKED, PACKED, CHANNELS], out_desc.layout
+        )
+    else:
+        out_buffer = q_buffer
     BOX: gl.constexpr = [KEYS // PAGES, CHANNELS] if BLOCK_ROWS > 0 else [1, KEYS // PAGES, 1, CHANNELS]
     k_buffer = gl.allocate_shared_memory(DTYPE, [STAGES * HALVES * PAGES] + BOX, k_desc.layout)  # noqa: RUF005
     v_buffer = gl.allocate_shared_memory(DTYPE, [STAGES * HALVES * PAGES] + BOX, v_desc.layout)  # noqa: RUF005
-    q_tiles = _as(q_buffer, DTYPE, [2 * CONSUMERS, CONSUMER_ROWS, HEAD_DIM], PLAIN)
+    q_tiles = _as(q_buffer, DTYPE, [Q_BUFFERS * CONSUMERS, CONSUMER_ROWS, HEAD_DIM], PLAIN)
     out_tiles = _as(out_buffer, DTYPE, [CONSUMERS, CONSUMER_ROWS, HEAD_DIM], PLAIN)
     k_tiles = _as(k_buffer, DTYPE, [STAGES, KEYS, HEAD_DIM], PLAIN)
     v_tiles = _as(v_buffer, DTYPE, [STAGES, KEYS, HEAD_DIM], PLAIN)
     v_units = _as(v_buffer, DTYPE, [STAGES * HALVES * (KEYS // UNIT), UNIT, CHANNELS], PLAIN)
-    q_full = gl.allocate_shared_memory(gl.int64, [2 * CONSUMERS, 1], BARRIER)
-    q_free = gl.allocate_shared_memory(gl.int64, [2 * CONSUMERS, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS * CONSUMERS, 1], BARRIER)
+    q_free = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS * CONSUMERS, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for i in gl.static_range(2 * CONSUMERS):
+    for i in gl.static_range(Q_BUFFERS * CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_free.index(i), count=1)
     for i in gl.static_range(STAGES):
@@ -684,23 +775,25 @@ def hopper_kernel(
                 0, out_desc, out_ptr, lse_ptr, q_tiles, k_tiles, v_tiles, v_units, out_buffer, out_tiles, q_full,
                 q_free, k_full, k_free, v_full, v_free, block_table_ptr, control_ptr, work_ptr, suspects_ptr,
                 table_width, num_blocks, table_stride_row, out_stride_token, scale_log2, GROUP, NUM_KV_HEADS, HEAD_DIM,
-                BLOCK_SIZE, OUT_STRIDE_HEAD, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS,
+                BLOCK_SIZE, OUT_STRIDE_HEAD, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS, Q_BUFFERS,
                 )),
                 (_consume, (
                 1, out_desc, out_ptr, lse_ptr, q_tiles, k_tiles, v_tiles, v_units, out_buffer, out_tiles, q_full,
                 q_free, k_full, k_free, v_full, v_free, block_table_ptr, control_ptr, work_ptr, suspects_ptr,
                 table_width, num_blocks, table_stride_row, out_stride_token, scale_log2, GROUP, NUM_KV_HEADS, HEAD_DIM,
-                BLOCK_SIZE, OUT_STRIDE_HEAD, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS,
+                BLOCK_SIZE, OUT_STRIDE_HEAD, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS, Q_BUFFERS,
                 )),
                 (_produce, (
                 False, q_desc, k_desc, q_buffer, k_buffer, q_full, q_free, k_full, k_free,
                 block_table_ptr, control_ptr, work_ptr, table_width, num_blocks, table_stride_row, GROUP, NUM_KV_HEADS,
                 HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, HEAD_ROWS, HEAD_CHANNELS, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS,
+                Q_BUFFERS,
                 )),
                 (_produce, (
                 True, q_desc, v_desc, q_buffer, v_buffer, q_full, q_free, v_full, v_free,
                 block_table_ptr, control_ptr, work_ptr, table_width, num_blocks, table_stride_row, GROUP, NUM_KV_HEADS,
                 HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, HEAD_ROWS, HEAD_CHANNELS, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS,
+                Q_BUFFERS,
                 )),
             ],
             [4, 1, 1],
@@ -713,29 +806,31 @@ def hopper_kernel(
                 0, out_desc, out_ptr, lse_ptr, q_tiles, k_tiles, v_tiles, v_units, out_buffer, out_tiles, q_full,
                 q_free, k_full, k_free, v_full, v_free, block_table_ptr, control_ptr, work_ptr, suspects_ptr,
                 table_width, num_blocks, table_stride_row, out_stride_token, scale_log2, GROUP, NUM_KV_HEADS, HEAD_DIM,
-                BLOCK_SIZE, OUT_STRIDE_HEAD, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS,
+                BLOCK_SIZE, OUT_STRIDE_HEAD, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS, Q_BUFFERS,
                 )),
                 (_consume, (
                 1, out_desc, out_ptr, lse_ptr, q_tiles, k_tiles, v_tiles, v_units, out_buffer, out_tiles, q_full,
                 q_free, k_full, k_free, v_full, v_free, block_table_ptr, control_ptr, work_ptr, suspects_ptr,
                 table_width, num_blocks, table_stride_row, out_stride_token, scale_log2, GROUP, NUM_KV_HEADS, HEAD_DIM,
-                BLOCK_SIZE, OUT_STRIDE_HEAD, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS,
+                BLOCK_SIZE, OUT_STRIDE_HEAD, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS, Q_BUFFERS,
                 )),
                 (_consume, (
                 2, out_desc, out_ptr, lse_ptr, q_tiles, k_tiles, v_tiles, v_units, out_buffer, out_tiles, q_full,
                 q_free, k_full, k_free, v_full, v_free, block_table_ptr, control_ptr, work_ptr, suspects_ptr,
                 table_width, num_blocks, table_stride_row, out_stride_token, scale_log2, GROUP, NUM_KV_HEADS, HEAD_DIM,
-                BLOCK_SIZE, OUT_STRIDE_HEAD, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS,
+                BLOCK_SIZE, OUT_STRIDE_HEAD, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS, Q_BUFFERS,
                 )),
                 (_produce, (
                 False, q_desc, k_desc, q_buffer, k_buffer, q_full, q_free, k_full, k_free,
                 block_table_ptr, control_ptr, work_ptr, table_width, num_blocks, table_stride_row, GROUP, NUM_KV_HEADS,
                 HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, HEAD_ROWS, HEAD_CHANNELS, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS,
+                Q_BUFFERS,
                 )),
                 (_produce, (
                 True, q_desc, v_desc, q_buffer, v_buffer, q_full, q_free, v_full, v_free,
                 block_table_ptr, control_ptr, work_ptr, table_width, num_blocks, table_stride_row, GROUP, NUM_KV_HEADS,
                 HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS, HEAD_ROWS, HEAD_CHANNELS, IS_CAUSAL, PACKED, KEYS, STAGES, CONSUMERS,
+                Q_BUFFERS,
                 )),
             ],
             [4, 4, 1, 1],

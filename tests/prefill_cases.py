@@ -28,6 +28,8 @@ HOPPER_VARIANTS = (
     (AttentionShape(4, 7, 128, 128, 16, BF16, has_lse=True), 16, 1024, True),
     (AttentionShape(4, 7, 64, 64, 64, BF16), 16, 20, True),
     (AttentionShape(8, 4, 64, 64, 16, BF16, has_lse=True), 16, 1024, True),
+    (AttentionShape(8, 2, 256, 256, 16, BF16), 1, 8192, True),
+    (AttentionShape(4, 7, 256, 256, 128, BF16, has_lse=True), 16, 1024, False),
 )
 
 

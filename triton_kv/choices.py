@@ -284,9 +284,8 @@ def choose_prefill(
     )
 
 
-# Rows, (query token, query head) pairs, of a consumer of the Hopper kernel; keys of a tile; heads a box of Q may take.
+# Rows, (query token, query head) pairs, of a consumer of the Hopper kernel; heads a box of Q may take.
 HOPPER_CONSUMER_ROWS = 64
-_HOPPER_KEYS = 128
 _HOPPER_MANY_ROWS = 16384  # from which three consumers are faster than two, by the H200
 _HOPPER_MAX_PACKED = 64
 _HOPPER_L2_BYTES = 40_000_000  # of 50 (H100, H200: 60), which K and V of the tiles in flight may fill
@@ -322,6 +321,11 @@ class HopperChoice:
     def tokens(self) -> int:
         """Query tokens a tile."""
         return HOPPER_CONSUMER_ROWS // self.packed * self.consumers
+
+    @property
+    def q_buffers(self) -> int:
+        """Items whose queries are there. With 2 one starts while the other ends; heads of 256 leave room for one."""
+        return 1 if self.keys == 64 else 2
 
     @property
     def registers(self) -> tuple[int, int, int]:
@@ -362,8 +366,8 @@ def refuse_hopper(
         return f"it compiles without spilled registers with Triton {known}, not {triton_version[0]}.{triton_version[1]}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {dtype}"
-    if head_dim not in (64, 128) or v_head_dim != head_dim:
-        return f"it takes head_dim 64 and 128, the same for K and V, not {head_dim} and {v_head_dim}"
+    if head_dim not in (64, 128, 256) or v_head_dim != head_dim:
+        return f"it takes head_dim 64, 128 and 256, the same for K and V, not {head_dim} and {v_head_dim}"
     if block_size not in (16, 32, 64, 128, 256):
         return f"it takes block sizes 16, 32, 64, 128 and 256, not {block_size}"
     return None
@@ -374,6 +378,7 @@ def choose_hopper(num_seqs: int, max_query_len: int, group: int, head_dim: int, 
     """The choice for sequences of at most `max_query_len` query tokens, of `group` query heads a KV head each."""
     # Heads of 64 leave the registers for a third consumer: more softmaxes beside the matrix instructions.
     consumers = 3 if head_dim == 64 and max_query_len * group >= _HOPPER_MANY_ROWS else 2
+    keys = 64 if head_dim == 256 else 128
     packed, fewest = 1, 0
     width = 1
     while width <= _HOPPER_MAX_PACKED:
@@ -388,9 +393,9 @@ def choose_hopper(num_seqs: int, max_query_len: int, group: int, head_dim: int, 
     return HopperChoice(
         consumers=consumers,
         packed=packed,
-        keys=_HOPPER_KEYS,
-        stages=2 if head_dim == 128 else 3,
-        span=_HOPPER_L2_BYTES // (2 * _HOPPER_KEYS * head_dim * 2),
+        keys=keys,
+        stages=3 if head_dim == 64 else 2,
+        span=_HOPPER_L2_BYTES // (2 * keys * head_dim * 2),
         items=_HOPPER_COMPARISONS // scan,
         scan=scan,
     )

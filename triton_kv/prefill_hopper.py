@@ -240,6 +240,7 @@ def attention_launch(
             "KEYS": choice.keys,
             "STAGES": choice.stages,
             "CONSUMERS": choice.consumers,
+            "Q_BUFFERS": choice.q_buffers,
             "CONSUMER_REGISTERS": consumer_registers,
             "PRODUCER_REGISTERS": producer_registers,
         },

@@ -41,17 +41,22 @@ def test_matrix_instructions_overlap_and_nothing_spills(job, tmp_path):
     # A thread's at the start: what the consumers and the producers then trade.
     assert compiled.resources["REG"] == launch.max_registers == {2: 168, 3: 128}[consumers]
     code = machine_code(compiled, tmp_path)
-    # Each consumer has the first scores, the loop, and the step between items, beside the last values.
-    assert len(re.findall(r"\bHGMMA\b", code)) == consumers * (3 * head_dim // 16 + 3 * 128 // 16)
-    # Six waits a consumer. Where ptxas must serialise, it waits behind every instruction.
-    assert len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code)) == 6 * consumers
-    if consumers == 2:
+    overlaps = arguments["Q_BUFFERS"] == 2
+    # Each consumer has the first scores, the loop, and the last values; beside these the first scores of the next item,
+    # where its queries are there already, else those behind them.
+    values = 3 if overlaps else 2
+    assert len(re.findall(r"\bHGMMA\b", code)) == consumers * (3 * head_dim + values * arguments["KEYS"]) // 16
+    # Where ptxas must serialise, it waits behind every instruction.
+    assert len(re.findall(r"\bWARPGROUP\.DEPBAR\b", code)) == consumers * (6 if overlaps else 5)
+    assert compiled.shared_bytes <= SM_90.shared_limit_bytes
+    if consumers == 3:
+        # 160 registers are some twelve too few. With them three consumers are still 8% faster than two without.
+        assert compiled.resources["STACK"] <= 96
+    elif head_dim == 256:
+        assert compiled.resources["STACK"] <= 8  # two numbers, once an item
+    else:
         assert_fits(compiled)
         assert not re.findall(r"\b(?:STL|LDL)\b", code)
-    else:
-        # 160 registers are some twelve too few. With them three consumers are still 8% faster than two without.
-        assert compiled.shared_bytes <= SM_90.shared_limit_bytes
-        assert compiled.resources["STACK"] <= 96
     assert "UTMALDG" in code
     # A box may hold more heads than the group has: then its rows are stored one by one.
     assert ("UTMASTG" in code) == (arguments["GROUP"] % arguments["PACKED"] == 0)

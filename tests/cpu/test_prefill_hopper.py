@@ -42,6 +42,7 @@ def _with_a_known_triton(monkeypatch):
     [
         pytest.param({}, None, id="taken"),
         pytest.param({"dtype": F16, "head_dim": 64, "v_head_dim": 64, "block_size": 256}, None, id="taken_f16_64"),
+        pytest.param({"head_dim": 256, "v_head_dim": 256}, None, id="taken_256"),
         pytest.param({"architecture": 80}, "compute capability 9.0, not 80", id="sm_80"),
         pytest.param({"architecture": 100}, "compute capability 9.0, not 100", id="sm_100"),
         pytest.param({"architecture": "hip"}, "compute capability 9.0, not hip", id="hip"),
@@ -182,13 +183,14 @@ def test_heads_packed_into_a_tile(query_len, group, packed):
 @settings(max_examples=200, deadline=None)
 @given(num_seqs=st.integers(1, 5000), query_len=st.integers(1, 20000), group=st.integers(1, 128))
 def test_choices_within_the_hardware(num_seqs, query_len, group):
-    for head_dim in (64, 128):
+    for head_dim in (64, 128, 256):
         choice = choose_hopper(num_seqs, query_len, group, head_dim, H200)
         rows = HOPPER_CONSUMER_ROWS * choice.consumers
         assert choice.tokens * choice.packed == rows
         assert choice.packed < 2 * group
         ring = 2 * choice.stages * choice.keys * head_dim * 2
-        rows_bytes = (2 + 1) * rows * head_dim * 2  # queries twice, results once
+        places = 3 if choice.q_buffers == 2 else 1  # queries twice, results once; or in one place
+        rows_bytes = places * rows * head_dim * 2
         assert ring + rows_bytes < MAX_SMEM_BYTES
         assert choice.span * 2 * choice.keys * head_dim * 2 <= 50_000_000
 
@@ -198,6 +200,30 @@ def test_choices_say_what_is_wrong(field):
     choice = HopperChoice(consumers=2, packed=4, keys=128, stages=2, span=9, items=32, scan=16)
     with pytest.raises(ValueError, match=f"{field} must be a power of two, got 12"):
         replace(choice, **{field: 12})
+
+
+@pytest.mark.parametrize(
+    ("strides", "expected"),
+    [
+        pytest.param((16 * 1024, 1024, 128), (16, 0, 128), id="tokens_of_all_heads"),
+        pytest.param((16 * 1024, 128, 16 * 128), (128, 16, 0), id="heads_of_all_tokens"),
+        pytest.param((32 * 1024, 1024, 128), (32, 0, 128), id="values_behind_keys"),
+        pytest.param((16 * 128, 128, 1000 * 16 * 128), (16, 16000, 0), id="blocks_within_heads"),
+        pytest.param((16 * 1024 + 8, 1024, 128), None, id="padded_by_half_a_row"),
+        pytest.param((16 * 1024, 1024, 1032), None, id="heads_between_rows"),
+        pytest.param((16 * 128, 128, (1 << 28) * 128), None, id="more_rows_than_are_counted"),
+    ],
+)
+def test_a_cache_as_rows(strides, expected):
+    operands = shape_operands(MODEL)._replace(k_strides=strides, v_strides=strides)
+    steps = prefill_hopper._row_steps(operands)
+    assert (None if steps is None else (steps.block, steps.head, steps.head_channels)) == expected
+    if steps is not None:  # every row is where the strides say
+        for block, token, head in ((0, 0, 0), (1, 0, 0), (3, 15, 7), (999, 7, 2)):
+            row = block * steps.block + head * steps.head + token
+            offset = row * strides[1] + head * steps.head_channels
+            assert offset == block * strides[0] + token * strides[1] + head * strides[2]
+    assert prefill_hopper._row_steps(operands._replace(v_strides=(2 * strides[0], *strides[1:]))) is None
 
 
 def constants(launch):

@@ -69,10 +69,10 @@ OWN_CASES = (
 
 
 def taken(cases):
-    """The cases whose scores and block size the kernel takes: all of head_dim 128 in bf16, every other of 64 in f16."""
+    """The cases whose scores and block size the kernel takes: all of head_dim 128 in bf16, others of 64 or 256 too."""
     plain = [case for case in cases if not (case.window or case.softcap or case.sinks or case.alibi or case.tree)]
     for number, case in enumerate(plain):
-        for head_dim, dtype in ((128, BF16), (64, F16))[: 1 + number % 2]:
+        for head_dim, dtype in ((128, BF16), (64, F16) if number % 4 == 1 else (256, BF16))[: 1 + number % 2]:
             changed = replace(case, head_dim=head_dim, v_head_dim=head_dim, dtype=dtype)
             if refuse_hopper(90, HOPPER_TRITONS[0], dtype, head_dim, head_dim, case.block_size) is None:
                 yield pytest.param(changed, id=f"{case}-{head_dim}")
@@ -93,6 +93,8 @@ MODEL = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "v_head_dim": 128, "dty
 LARGE_CASES = (
     varlen("one_2k", (2048, 2048), **MODEL),
     varlen("one_2k_dim_64", (2048, 2048), **{**MODEL, "head_dim": 64, "v_head_dim": 64}),
+    varlen("third_consumer", (4099, 5003), (3, 33), (130, 130), **{**MODEL, "head_dim": 64, "v_head_dim": 64}),
+    varlen("dim_256", (600, 3001), (3, 33), (130, 130), **{**MODEL, "head_dim": 256, "v_head_dim": 256}),
     varlen("chunk_on_context", (512, 9000), (512, 512), **MODEL),
     varlen("mixed", *((1, 500 + i) for i in range(60)), (300, 1000), (7, 7), **MODEL, padding_tokens=9),
     varlen("many", *((i % 5, 5 + i % 89) for i in range(1500)), **MODEL),
@@ -125,6 +127,13 @@ PLANNED_CASES = (
     varlen("bad_ids", (40, 700), (130, 300), **MODEL, bad_entries=((0, 3, OVER), (0, 20, NEGATIVE), (1, 9, OVER))),
     varlen("table_rows", (40, 700), (0, 9), (130, 300), **MODEL, table_rows=True),
     varlen("group_7", (140, 300), (3, 33), **{**MODEL, "group": 7}),
+    varlen(
+        "bad_ids_third_consumer",
+        (4100, 4100),
+        (300, 600),
+        **{**MODEL, "head_dim": 64, "v_head_dim": 64},
+        bad_entries=((0, 3, OVER), (0, 200, NEGATIVE), (1, 20, OVER)),
+    ),
     varlen("pair", (140, 300), (3, 33), **MODEL, layout="pair"),
 )
 
