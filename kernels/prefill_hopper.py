@@ -116,30 +116,34 @@ def _bound(control_ptr, num_blocks):
 
 
 @gluon.jit
-def _block_ids(row_ptr, tile, need, bound, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """The ids of the (at most 8) blocks of a tile of keys. What is not needed, or not usable, is -1."""
-    PAGES: gl.constexpr = (KEYS + BLOCK_SIZE - 1) // BLOCK_SIZE
-    entry = tile * KEYS // BLOCK_SIZE
+def _table_entries(row_ptr, tile, need, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """The ids of the (at most 8) blocks of a tile of keys; -1 for what is not needed, and must not be read."""
+    first = tile * KEYS // BLOCK_SIZE
     ids = ()
-    for i in gl.static_range(PAGES):
-        block = gl.load(row_ptr + entry + i, mask=entry + i < need, other=-1)
-        ids = ids + (gl.where((block >= 0) & (block < bound), block, -1),)  # noqa: RUF005
+    for i in gl.static_range((KEYS + BLOCK_SIZE - 1) // BLOCK_SIZE):
+        ids = ids + (gl.load(row_ptr + first + i, mask=first + i < need, other=-1),)  # noqa: RUF005
     return ids
 
 
 @gluon.jit
-def _places(row_ptr, tile, need, bound, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr):
-    """Where the blocks of a tile of keys begin: in rows of the cache, or, with BLOCK_ROWS 0, their ids.
+def _is_usable(block, bound):
+    """0 <= block < bound, in one comparison."""
+    return block.to(gl.uint32) < bound.to(gl.uint32)
 
-    The copy engine fills what lies below zero with zeros.
+
+@gluon.jit
+def _places(ids, bound, BLOCK_ROWS: gl.constexpr, PAGES: gl.constexpr):
+    """Where blocks begin: in rows of the cache, or, with BLOCK_ROWS 0, their ids.
+
+    Below zero where a block is not usable: there the copy engine reads nothing, and fills in zeros.
     """
-    PAGES: gl.constexpr = (KEYS + BLOCK_SIZE - 1) // BLOCK_SIZE
-    ids = _block_ids(row_ptr, tile, need, bound, KEYS, BLOCK_SIZE)
-    if BLOCK_ROWS == 0:
-        return ids
     places = ()
     for i in gl.static_range(PAGES):
-        places = places + (gl.where(ids[i] >= 0, ids[i] * BLOCK_ROWS, NOWHERE),)  # noqa: RUF005
+        if BLOCK_ROWS > 0:
+            place = gl.where(_is_usable(ids[i], bound), ids[i] * BLOCK_ROWS, NOWHERE)
+        else:
+            place = gl.where(_is_usable(ids[i], bound), ids[i], -1)
+        places = places + (place,)  # noqa: RUF005
     return places
 
 
@@ -203,7 +207,7 @@ def _produce(
         # Of the head's first token in a block, past the block's own place.
         head_row = kv_head * HEAD_ROWS
         head_channel = kv_head * HEAD_CHANNELS
-        places = _places(row_ptr, n - 1, need, bound, KEYS, BLOCK_SIZE, BLOCK_ROWS)
+        places = _places(_table_entries(row_ptr, n - 1, need, KEYS, BLOCK_SIZE), bound, BLOCK_ROWS, PAGES)
         if not IS_V:
             head = kv_head * GROUP + item % PARTS * PACKED
             for which in gl.static_range(CONSUMERS):
@@ -220,7 +224,8 @@ def _produce(
         for i in range(n):
             tile = n - 1 - i
             stage = step % STAGES
-            next_places = _places(row_ptr, gl.maximum(tile - 1, 0), need, bound, KEYS, BLOCK_SIZE, BLOCK_ROWS)
+            # Read before the wait; made places of behind the messages, which that would hold up.
+            next_ids = _table_entries(row_ptr, gl.maximum(tile - 1, 0), need, KEYS, BLOCK_SIZE)
             mbarrier.wait(kv_free.index(stage), (step // STAGES & 1) ^ 1)
             mbarrier.expect(kv_full.index(stage), KEYS * HEAD_DIM * BYTES)
             for page in gl.static_range(PAGES):
@@ -236,7 +241,7 @@ def _produce(
                     else:
                         corner = [places[page], token, kv_head, half * CHANNELS]
                         _load_box(kv_desc, corner, kv_full.index(stage), box)
-            places = next_places
+            places = _places(next_ids, bound, BLOCK_ROWS, PAGES)
             step += 1
 
 
@@ -262,10 +267,11 @@ def _hide_unseen(
     if suspect != 0:
         need = gl.minimum((length + BLOCK_SIZE - 1) // BLOCK_SIZE, table_width)
         row_ptr = block_table_ptr + gl.load(table_row_ptr).to(gl.int64) * table_stride_row
-        ids = _block_ids(row_ptr, tile, need, _bound(control_ptr, num_blocks), KEYS, BLOCK_SIZE)
+        ids = _table_entries(row_ptr, tile, need, KEYS, BLOCK_SIZE)
+        bound = _bound(control_ptr, num_blocks)
         usable = 0  # one bit a block
         for i in gl.static_range((KEYS + BLOCK_SIZE - 1) // BLOCK_SIZE):
-            usable |= gl.where(ids[i] >= 0, 1 << i, 0)
+            usable |= gl.where(_is_usable(ids[i], bound), 1 << i, 0)
         scores = gl.where((usable >> key // BLOCK_SIZE & 1)[None, :] != 0, scores, HIDDEN)
     return scores
 
