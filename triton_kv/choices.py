@@ -287,7 +287,7 @@ def choose_prefill(
 # Rows, (query token, query head) pairs, of a consumer of the Hopper kernel; keys of a tile; heads a box of Q may take.
 HOPPER_CONSUMER_ROWS = 64
 _HOPPER_KEYS = 128
-_HOPPER_MANY_ROWS = 16384  # from which three consumers are faster than two, by the H200
+_HOPPER_MANY_ROWS = 16384  # from which three consumers are faster than two on an H200
 _HOPPER_MAX_PACKED = 64
 _HOPPER_L2_BYTES = 40_000_000  # of 50 (H100, H200: 60), which K and V of the tiles in flight may fill
 _HOPPER_MAX_SCAN = 256

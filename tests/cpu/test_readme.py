@@ -1,4 +1,4 @@
-"""The README's quick start runs as printed, and its first lines keep their promises of size."""
+"""The README's quick start runs as printed, it keeps its promises of size, and the design names every module."""
 
 import re
 import subprocess
@@ -19,6 +19,14 @@ def test_quick_start_runs_as_printed():
 
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_design_names_every_module():
+    rooms = re.search(r"## Rooms\n```\n(.*?)```", (ROOT / "docs/design.md").read_text(), re.DOTALL).group(1)
+    words = set(re.findall(r"\w+", rooms))
+    folders = [ROOT / name for name in ("triton_kv", "triton_kv/memory", "kernels")]
+    modules = {path.stem for folder in folders for path in folder.glob("*.py")}
+    assert modules - words - {"__init__", "__main__", "version"} == set()
 
 
 def test_import_is_light_and_initialises_no_gpu():
