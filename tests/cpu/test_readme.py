@@ -31,8 +31,8 @@ def test_the_design_names_every_module():
 
 def test_import_is_light_and_initialises_no_gpu():
     code = (
-        "import time, torch, triton; t = time.perf_counter(); import triton_kv; "
-        "print(time.perf_counter() - t); assert not torch.cuda.is_initialized()"
+        "import time, torch, triton; t = time.process_time(); import triton_kv; "  # others may keep the cores busy
+        "print(time.process_time() - t); assert not torch.cuda.is_initialized()"
     )
     times = []
     for _ in range(3):
