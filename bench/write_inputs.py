@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -147,7 +147,7 @@ class WriteInputs:
     def close(self) -> None:
         self.cache.close()
 
-    def __enter__(self) -> WriteInputs:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

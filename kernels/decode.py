@@ -1,16 +1,16 @@
 """Paged decode attention: a few query tokens a sequence, all distribution of work found on the device from the lengths.
 
 The units (TILE tokens each) of all sequences of the batch stand in one row, sequence after sequence, and are cut into
-NUM_CHUNKS equal chunks. Program (chunk, KV head) of `decode_kernel` walks its chunk: a sequence that lies wholly
-inside is written straight to `out`; one that crosses a cut leaves a partial, at most two a chunk: in slot 2 * chunk
-for a sequence that holds the chunk's first unit, in slot 2 * chunk + 1 for one that begins later. `join_kernel` has one
-program for each (sequence, row), or, where chunks are fewer, for each (chunk, row): that one joins the sequence that
-began in an earlier chunk and ends in this one. No atomics between programs, no counters, nothing to reset: a replayed
-graph gives the same bits.
+NUM_CHUNKS equal chunks, or where whole sequences end if that makes equal ones too. Program (chunk, KV head) of
+`decode_kernel` walks its chunk: a sequence that lies wholly inside is written straight to `out`; one that crosses a cut
+leaves a partial, at most two a chunk: in slot 2 * chunk for a sequence that holds the chunk's first unit, in slot 2 *
+chunk + 1 for one that begins later. `join_kernel` has one program for each (sequence, row), or, where chunks are fewer,
+for each (chunk, row): that one joins the sequence that began in an earlier chunk and ends in this one. No atomics
+between programs, no counters, nothing to reset: a replayed graph gives the same bits.
 
 With SPLIT > 0 units are SPLIT tokens and each leaves a partial of its own, so that a row's bits depend on its own
-length alone. `prepare_kernel` computes once a step what every
-layer's launch would compute again: where each chunk begins. A row is a (query token, query head of the group) pair.
+length alone. `prepare_kernel` computes once a step what every layer's launch would compute again: where each chunk
+begins. A row is a (query token, query head of the group) pair.
 """
 
 import triton

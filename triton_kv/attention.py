@@ -73,7 +73,8 @@ def paged_attention(
             `alibi_slopes`.
         out: `[num_tokens, num_query_heads, v_head_dim]` of q's dtype, channels contiguous; `None` allocates it.
         return_lse: also return the natural log of the softmax denominator, the sink's share in it.
-        batch_invariant: a row's bits do not depend on its neighbours, the batch size, padding or block ids.
+        batch_invariant: a row's bits do not depend on its neighbours, the batch size, padding or block ids. They do on
+            the metadata's `max_query_len`, which chooses kernel and tiles: keep to one.
 
     Returns:
         out, or (out, lse) with lse float32 `[num_tokens, num_query_heads]`.

@@ -54,7 +54,7 @@ def rope_and_write_kv(
             three dtypes; None leaves the norm out.
         eps: added to the mean of squares in both norms.
         norm_offset: added to the weights of both norms; 1.0 for Gemma's form.
-        q_out: like q, for the result; None (or q) rotates q in place. It must not overlap q otherwise.
+        q_out: like q, for the result; None (or q) rotates q in place. It must not overlap q otherwise, nor k or v.
 
     Returns `q_out`, or q. All arithmetic is float32, with one rounding at the end.
 

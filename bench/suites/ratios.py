@@ -41,7 +41,7 @@ class RatioCase:
     batch: AttentionCase
     against: str  # the name of the plain call
     other: AttentionCase | None = None
-    goal: float | None = None  # the ratio that issues ask for, at most; None: they name no number
+    goal: float | None = None  # the most that the ratio should be; None: no number is stated
     quick: bool = False
 
 

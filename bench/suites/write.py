@@ -46,8 +46,7 @@ def _lengths(groups: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, ...],
 def run(session: Session, case: AttentionCase) -> dict[str, Any]:
     """Measures one case."""
     if isinstance(case, RopeCase):
-        rope = RopeInputs(session, case)
-        with rope:
+        with RopeInputs(session, case) as rope:
             return _measured(session, case, rope, rope_candidates(session, rope), required=("torch",))
     with WriteInputs(session, case) as inputs:
         return _measured(session, case, inputs, write_candidates(session, inputs), required=REQUIRED_PEERS)

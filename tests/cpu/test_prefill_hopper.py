@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.attention_cases import BF16, F16, F32, SHAPES, AttentionShape, shape_operands
 from tests.prefill_cases import HOPPER_VARIANTS, hopper_pair
-from triton_kv import attention, compilation, prefill_hopper
+from triton_kv import AttentionSpec, HostMemory, KVCache, attention, compilation, prefill_hopper
 from triton_kv.batch import Batch
 from triton_kv.choices import (
     HOPPER_CONSUMER_ROWS,
@@ -21,6 +21,7 @@ from triton_kv.choices import (
     most_work_words,
     refuse_hopper,
 )
+from triton_kv.layer import operands_of
 from triton_kv.prefill import prefill_launches
 from triton_kv.prefill_hopper import use_prefill_kernel
 from triton_kv.scoring import Scoring
@@ -159,8 +160,41 @@ def test_launches_hold_exactly_the_parameters(variant):
     work, launch = hopper_pair(*variant, H200)
     assert launch.arguments["work_ptr"] is work.arguments["work_ptr"]
     assert launch.grid <= (132,)
-    assert not launch.launch_pdl  # started early it is slower, by 3% of a prompt of 8k
+    assert not launch.launch_pdl  # started early it is slower, by 3% of a prompt of 8k (H200)
     assert not work.launch_pdl
+
+
+LAYOUTS = ("LTBNHD", "LBTNHD", "LBTHND", "TLBNHD", "BLTNHD")
+LAYOUTS += ("LBNHTD", "LBHNTD", "LHBNTD", "BLNHTD", "BLHNTD", "BHLNTD")
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_a_matrix_of_rows(layout, num_kv_heads):
+    spec = AttentionSpec(num_kv_heads, 64, F16)
+    memory = HostMemory(granularity=4096)
+    with KVCache.reserve(spec, num_layers=2, block_size=16, capacity=3, layout=layout, memory=memory) as cache:
+        operands = operands_of(cache.extend(1)[1])
+        steps = prefill_hopper._row_steps(operands)
+        assert steps is not None
+        for view in operands.views():
+            token_stride = view.stride(1)
+            assert steps.block * token_stride == view.stride(0)
+            assert num_kv_heads == 1 or steps.head * token_stride + steps.head_channels == view.stride(2)
+            assert steps.head_channels * (num_kv_heads - 1) + 64 <= token_stride, "a head ends within its row"
+
+
+@pytest.mark.parametrize(
+    ("block_stride", "token_stride", "head_stride"),
+    [
+        pytest.param(16 * 128 + 8, 128, 64, id="block_between_rows"),
+        pytest.param(16 * 128, 72, 16 * 64, id="head_between_rows"),
+        pytest.param(128 << 30, 128, 64, id="more_rows_than_are_counted"),
+    ],
+)
+def test_strides_without_a_row_in_common_keep_four_coordinates(block_stride, token_stride, head_stride):
+    cache = torch.empty_strided((4, 16, 2, 64), (block_stride, token_stride, head_stride, 1), dtype=F16, device="meta")
+    assert prefill_hopper._row_steps(operands_of((cache, cache))) is None
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from triton_kv.attention import paged_attention
 from triton_kv.choices import Hardware
 from triton_kv.kernels.decode import decode_kernel
 from triton_kv.launch import interpreted
+from triton_kv.metadata import AttentionMetadata
 from triton_kv.prefill_hopper import use_prefill_kernel
 
 QUICK = {"skew", "f16", "group_3", "block_12", "over_watermark", "dim_80", "mixed", "padding_tokens", "many_seqs"}
@@ -54,6 +55,36 @@ def test_a_chain_is_the_causal_mask(case, monkeypatch):
     _, chain_out, chain_lse = attend(case, monkeypatch, tree_mask=chain_words(case))
     torch.testing.assert_close(chain_out, out, rtol=0, atol=1e-6)
     torch.testing.assert_close(chain_lse, lse, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("max_query_len", [8, 30], ids=["decode", "prefill"])
+def test_invariant_bits_for_one_max_query_len(max_query_len, monkeypatch):
+    """One query token of 150, alone in padding, in front of a longer neighbour, and behind it."""
+    monkeypatch.setattr(attention, "hardware_of", lambda device: Hardware(4, 80))
+    generator = torch.Generator().manual_seed(1)
+    k, v = (torch.randn(20, 16, 1, 64, generator=generator).half() for _ in range(2))
+    q = torch.randn(1, 4, 64, generator=generator).half()
+    others = torch.randn(max_query_len, 4, 64, generator=generator).half()
+    tables = torch.arange(20, dtype=torch.int32).view(2, 10)
+
+    def attend_to(q, tables, seq_lens, starts):
+        metadata = AttentionMetadata(
+            block_table=tables,
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            slot_mapping=torch.full((len(q),), -1),
+            query_start_loc=torch.tensor(starts, dtype=torch.int32),
+            num_tokens=len(q),
+            num_seqs=len(seq_lens),
+            max_query_len=max_query_len,
+        )
+        return paged_attention(q, (k, v), metadata, batch_invariant=True)
+
+    rows = torch.cat((q, others))
+    alone = attend_to(rows[:-1], tables[:1], [150], [0, 1])[0]
+    in_front = attend_to(rows, tables, [150, 100], [0, 1, 1 + max_query_len])[0]
+    behind = attend_to(rows.roll(-1, 0), tables.flip(0), [100, 150], [0, max_query_len, 1 + max_query_len])[-1]
+    assert torch.equal(alone, in_front)
+    assert torch.equal(alone, behind)
 
 
 AT_THE_EDGE = """
