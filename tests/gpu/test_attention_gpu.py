@@ -8,6 +8,7 @@ import torch
 import triton_kv as tkv
 from tests.attention_cases import (
     BF16,
+    BOX_CASES,
     DECODE_CASES,
     F16,
     F32,
@@ -87,6 +88,16 @@ def test_kernels_equal_the_naive_loop(case, dtype):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("case", FORCED_CASES, ids=str)
 def test_the_portable_prefill_kernel_takes_few_query_tokens(case, dtype):
+    tensors = make_tensors(replace(case, dtype=dtype), "cuda")
+    with use_prefill_kernel("portable"):
+        out, lse = attend(tensors)
+    assert_attention(tensors, out, lse)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("case", BOX_CASES, ids=str)
+def test_the_copy_engine_brings_tiles_into_the_portable_kernel(case, dtype):
+    """On Hopper GPUs, and by pointers elsewhere."""
     tensors = make_tensors(replace(case, dtype=dtype), "cuda")
     with use_prefill_kernel("portable"):
         out, lse = attend(tensors)
