@@ -292,7 +292,9 @@ BOX_CASES = (
     varlen("dim_256", (30, 200), (3, 64), **_BOXES_256, block_size=64),
     varlen("dim_256_block_128", (30, 300), (3, 64), **_BOXES_256, block_size=128),
     varlen("dim_256_window", (30, 300), (3, 64), **_BOXES_256, block_size=64, window=130, softcap=5.0),
-    varlen("dim_192_128", (30, 200), **{**_BOXES_256, "head_dim": 192, "v_head_dim": 128}, block_size=64),
+    varlen(
+        "dim_192_128", (30, 200), **{**_BOXES_256, "head_dim": 192, "v_head_dim": 128}, block_size=64, layout="LBTNHD"
+    ),
     varlen("dim_120", (30, 300), **{**_BOXES, "head_dim": 120, "v_head_dim": 120}, block_size=64),
     varlen("group_7", (25, 300), (1, 150), **{**_BOXES, "group": 7, "num_kv_heads": 1}, block_size=64),
     varlen("group_1", (140, 400), (3, 33), **{**_BOXES, "group": 1}, block_size=128),
@@ -324,6 +326,14 @@ BOX_CASES = (
         block_size=128,
         alibi=True,
         bad_entries=((0, 0, OVER), (0, 3, NEGATIVE), (1, 1, OVER)),
+    ),
+    # What is usable scores far below the zeros that come for all the blocks behind it.
+    varlen(
+        *("bad_ids_near", (40, 1500)),
+        **_BOXES,
+        block_size=256,
+        alibi=True,
+        bad_entries=tuple((0, entry, NEGATIVE if entry % 2 else OVER) for entry in range(1, 6)),
     ),
     varlen(
         *("bad_ids_window", (40, 700), (20, 300)),
