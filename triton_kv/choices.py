@@ -228,8 +228,9 @@ _PREFILL_WIDE_256 = {16: (32, 4, 3), 64: (32, 8, 2), 128: (32, 8, 2)}
 _PREFILL = {16: (64, 4, 3), 64: (64, 8, 3)}
 _PREFILL_256 = {16: (32, 4, 2), 64: (32, 8, 2)}
 # Tile, edge tile and stages of 128 rows and 8 warps where the copy engine brings the tiles: what fits into registers
-# and shared memory.
+# (Triton 3.6 to 3.9) and shared memory.
 _PREFILL_BOXES = (128, 64, 3)
+_PREFILL_BOXES_IN_TWO_WINDOWED = (128, 32, 3)
 _PREFILL_BOXES_WIDE_K = (64, 32, 3)  # K of up to 256 channels, V of up to 128
 _PREFILL_BOXES_256 = (64, 16, 2)
 _PREFILL_BOXES_256_WINDOWED = (32, 16, 3)
@@ -325,7 +326,8 @@ def _boxes_of_prefill(
     if hardware.architecture != 90:  # compiled, never run
         return (64, 32, 3) if max(k_lanes, v_lanes) <= 128 else None
     if max(k_lanes, v_lanes) <= 128:
-        return _PREFILL_BOXES
+        in_two = block_size < _PREFILL_BOXES[0]
+        return _PREFILL_BOXES_IN_TWO_WINDOWED if windowed and in_two else _PREFILL_BOXES
     if v_lanes <= 128:
         return _PREFILL_BOXES_WIDE_K
     return _PREFILL_BOXES_256_WINDOWED if windowed else _PREFILL_BOXES_256

@@ -240,9 +240,11 @@ def test_what_the_copy_engine_brings(changes, expected):
         pytest.param({"scale": -1.0}, 64, id="negative_scale"),
     ],
 )
-def test_scores_at_256_channels(scoring, box):
+def test_a_window_takes_registers(scoring, box):
     launch = portable(dataclasses.replace(MODEL, head_dim=256, v_head_dim=256), **scoring)
     assert launch.arguments["BOX"] == box
+    edge_tile = portable(MODEL, **scoring).arguments["EDGE_TILE"]
+    assert edge_tile == (32 if "window" in scoring else 64)
 
 
 @pytest.mark.parametrize(
