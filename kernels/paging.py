@@ -106,6 +106,26 @@ def load_tile(
 
 
 @triton.jit
+def load_box(
+    k_desc,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM], boxes [1, 1, BOX, K_LANES]
+    v_desc,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, V_HEAD_DIM], boxes [1, 1, BOX, V_LANES]
+    kv_head,
+    block,
+    position,  # of the box's first token in the block
+    usable,
+    BOX: tl.constexpr,
+    K_LANES: tl.constexpr,
+    V_LANES: tl.constexpr,
+):
+    """Keys and values of tokens of one block, by the copy engine. Zeros, and nothing is read, if it is not usable."""
+    # What is described is the reserved range, with the blocks past the watermark: -1 is out of it for certain.
+    block = tl.where(usable, block, -1)
+    k = k_desc.load([block, kv_head, position, 0]).reshape(BOX, K_LANES)
+    v = v_desc.load([block, kv_head, position, 0]).reshape(BOX, V_LANES)
+    return k, v
+
+
+@triton.jit
 def largest_id(largest, ids, NUM: tl.constexpr):
     """Running maximum over the ids of all tiles: a scalar, or [TILE] where ids are vectors. Cheap to carry."""
     for i in tl.static_range(NUM):

@@ -13,6 +13,7 @@ from .paging import (
     is_usable,
     largest_id,
     load_block_ids,
+    load_box,
     load_tile,
     multiple_of_divisor,
     position_in_block,
@@ -145,6 +146,74 @@ def _attend(
     return accumulator, highest, exp_sum, largest
 
 
+@triton.jit
+def _attend_boxes(
+    q,  # [ROWS, K_LANES]
+    accumulator,  # [ROWS, V_LANES] f32
+    highest,  # [ROWS] f32, in units of log2
+    exp_sum,  # [ROWS] f32
+    largest,  # the largest block id seen
+    k_desc,
+    v_desc,
+    kv_head,
+    table_row_ptr,
+    num_entries,
+    bound,
+    start,
+    end,
+    query,  # [ROWS]: positions
+    slope,  # [ROWS]: ALiBi's
+    scale_log2,
+    BLOCK_SIZE: tl.constexpr,
+    SOFTCAP_LOG2: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    TILE: tl.constexpr,
+    BOX: tl.constexpr,
+    K_LANES: tl.constexpr,
+    V_LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+    COUNTS: tl.constexpr,
+):
+    """`_attend` over whole tiles of [start, end) that every row sees, each brought in one or two boxes.
+
+    Its slots all hold tokens, so nothing has to be cleared. A block that is not usable comes as zeros, whose scores
+    are numbers: hiding it takes two instructions a row, not one a score.
+    """
+    BOXES: tl.constexpr = TILE // BOX
+    n = tl.arange(0, BOX)
+    ids = load_block_ids(table_row_ptr, start, num_entries, BLOCK_SIZE, TILE, True)
+    for s in tl.range(start, end, TILE, num_stages=STAGES):
+        if COUNTS:
+            largest = largest_id(largest, ids, BOXES)
+        usable = is_usable(ids[0], bound)
+        k, v = load_box(k_desc, v_desc, kv_head, ids[0], s % BLOCK_SIZE, usable, BOX, K_LANES, V_LANES)
+        if BOXES == 2:
+            usable_2 = is_usable(ids[1], bound)
+            k_2, v_2 = load_box(k_desc, v_desc, kv_head, ids[1], 0, usable_2, BOX, K_LANES, V_LANES)
+        ids = load_block_ids(table_row_ptr, s + TILE, num_entries, BLOCK_SIZE, TILE, True)
+        scores = scaled(tl.dot(q, k.T, input_precision="ieee"), scale_log2, SOFTCAP_LOG2)  # [ROWS, BOX]
+        if BOXES == 2:
+            scores_2 = scaled(tl.dot(q, k_2.T, input_precision="ieee"), scale_log2, SOFTCAP_LOG2)
+        if HAS_ALIBI:
+            scores = biased(scores, slope, s + n, query)
+            if BOXES == 2:
+                scores_2 = biased(scores_2, slope, s + BOX + n, query)
+        new_highest = tl.where(usable, tl.maximum(highest, tl.max(scores, 1)), highest)
+        if BOXES == 2:
+            new_highest = tl.where(usable_2, tl.maximum(new_highest, tl.max(scores_2, 1)), new_highest)
+        shrink = tl.exp2(highest - new_highest)
+        accumulator = accumulator * shrink[:, None]
+        weights = tl.exp2(scores - tl.where(usable, new_highest, float("inf"))[:, None])
+        exp_sum = exp_sum * shrink + tl.sum(weights, 1)
+        accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision="ieee")
+        if BOXES == 2:
+            weights = tl.exp2(scores_2 - tl.where(usable_2, new_highest, float("inf"))[:, None])
+            exp_sum += tl.sum(weights, 1)
+            accumulator = tl.dot(weights.to(v_2.dtype), v_2, accumulator, input_precision="ieee")
+        highest = new_highest
+    return accumulator, highest, exp_sum, largest
+
+
 @triton.jit(
     do_not_specialize=[
         "v_offset",
@@ -180,6 +249,8 @@ def prefill_kernel(
     alibi_slopes_ptr,  # [NUM_KV_HEADS * GROUP], or None
     tree_mask_ptr,  # [num_tokens] int64: bit j for the j-th query token; or None
     control_ptr,  # [8] int32, or None: num_blocks is the bound and nothing is counted
+    k_desc,  # K as [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM] in boxes [1, 1, BOX, K_LANES]; None: by pointers
+    v_desc,  # V as [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, V_HEAD_DIM] in boxes [1, 1, BOX, V_LANES]; or None
     out_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, V_HEAD_DIM]
     lse_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP] f32, or None
     v_offset: tl.int64,
@@ -212,6 +283,8 @@ def prefill_kernel(
     SOFTCAP_LOG2: tl.constexpr,  # cap * log2(e); 0: none
     ROWS: tl.constexpr,  # (token, query head) pairs a program
     TILE: tl.constexpr,  # keys
+    EDGE_TILE: tl.constexpr,  # keys, where not every row sees all of them; divides TILE
+    BOX: tl.constexpr,  # keys of one block that a descriptor loads: TILE, or half of it; 0 without descriptors
     K_LANES: tl.constexpr,  # HEAD_DIM padded to a power of two
     V_LANES: tl.constexpr,
     SCAN: tl.constexpr,
@@ -283,7 +356,7 @@ def prefill_kernel(
     whole_start = first_seen  # from here to whole_end every row sees every key
     if WINDOW > 0:
         first_seen = tl.maximum(first_query - WINDOW + 1, 0)
-        start = first_seen // TILE * TILE
+        start = first_seen // EDGE_TILE * EDGE_TILE
         whole_start = (tl.maximum(last_query - WINDOW + 1, 0) + TILE - 1) // TILE * TILE
         if tree_mask_ptr is not None:
             whole_start = tl.minimum(whole_start, whole_end)  # what is in front of it sees all of the query tokens
@@ -309,46 +382,84 @@ def prefill_kernel(
             part_start, part_end = whole_start, whole_end
         else:
             part_start, part_end = whole_end, end
-        accumulator, highest, exp_sum, largest = _attend(
-            q,
-            accumulator,
-            highest,
-            exp_sum,
-            largest,
-            k_head_ptr,
-            v_head_ptr,
-            table_row_ptr,
-            num_entries,
-            bound,
-            part_start,
-            part_end,
-            first_seen,
-            query,
-            last_key,
-            slope,
-            words,
-            context,
-            scale_log2,
-            HEAD_DIM,
-            V_HEAD_DIM,
-            BLOCK_SIZE,
-            K_STRIDE_BLOCK,
-            K_STRIDE_TOKEN,
-            V_STRIDE_BLOCK,
-            V_STRIDE_TOKEN,
-            WINDOW,
-            SOFTCAP_LOG2,
-            alibi_slopes_ptr is not None,
-            tree_mask_ptr is not None and part == 2,
-            TILE,
-            K_LANES,
-            V_LANES,
-            SCALAR_IDS,
-            STAGES,
-            COUNTS,
-            MASKED=part != 1,
-        )
+        if part == 1 and k_desc is not None:
+            accumulator, highest, exp_sum, largest = _attend_boxes(
+                q,
+                accumulator,
+                highest,
+                exp_sum,
+                largest,
+                k_desc,
+                v_desc,
+                kv_head,
+                table_row_ptr,
+                num_entries,
+                bound,
+                part_start,
+                part_end,
+                query,
+                slope,
+                scale_log2,
+                BLOCK_SIZE,
+                SOFTCAP_LOG2,
+                alibi_slopes_ptr is not None,
+                TILE,
+                BOX,
+                K_LANES,
+                V_LANES,
+                STAGES,
+                COUNTS,
+            )
+        else:
+            accumulator, highest, exp_sum, largest = _attend(
+                q,
+                accumulator,
+                highest,
+                exp_sum,
+                largest,
+                k_head_ptr,
+                v_head_ptr,
+                table_row_ptr,
+                num_entries,
+                bound,
+                part_start,
+                part_end,
+                first_seen,
+                query,
+                last_key,
+                slope,
+                words,
+                context,
+                scale_log2,
+                HEAD_DIM,
+                V_HEAD_DIM,
+                BLOCK_SIZE,
+                K_STRIDE_BLOCK,
+                K_STRIDE_TOKEN,
+                V_STRIDE_BLOCK,
+                V_STRIDE_TOKEN,
+                WINDOW,
+                SOFTCAP_LOG2,
+                alibi_slopes_ptr is not None,
+                tree_mask_ptr is not None and part == 2,
+                TILE if part == 1 else EDGE_TILE,
+                K_LANES,
+                V_LANES,
+                SCALAR_IDS,
+                STAGES,
+                COUNTS,
+                MASKED=part != 1,
+            )
 
+    if k_desc is not None:
+        # Zero is added, as the compiler cannot know: it works rows out again and does not keep them through the loops.
+        # 31 registers a thread at head_dim 128, which the loops need.
+        first_row += tl.minimum(num_tokens, 0)
+        row = first_row + tl.arange(0, ROWS)
+        token = row // GROUP
+        head = kv_head * GROUP + row % GROUP
+        is_row = token < query_length
+        out_row = (query_start + token).to(tl.int64)
     if sinks_ptr is not None:
         highest, shrink, exp_sum = with_sink(highest, exp_sum, sinks_ptr, head, is_row)
         accumulator = accumulator * shrink[:, None]

@@ -277,6 +277,79 @@ VARLEN_CASES = (
     varlen("tree_everything", (40, 300), (33, 33), window=100, softcap=5.0, sinks=True, tree="bits"),
 )
 
+# Of which the copy engine brings tiles into the portable kernel, on GPUs that have one: more than 64 rows over blocks
+# of 64 tokens and more, in 16 bits, with whole tiles in front of tiles that end in poison.
+_BOXES = {"group": 4, "head_dim": 64, "v_head_dim": 64, "dtype": F16}
+_BOXES_128 = {"group": 4, "head_dim": 128, "v_head_dim": 128, "dtype": F16, "num_kv_heads": 1}
+_BOXES_256 = {"group": 4, "head_dim": 256, "v_head_dim": 256, "dtype": F16, "num_kv_heads": 1}
+BOX_CASES = (
+    varlen("block_64", (40, 300), (3, 64), (20, 128), (1, 191), (0, 70), (17, 449), **_BOXES, block_size=64),
+    varlen("block_128", (40, 300), (3, 64), (20, 128), (33, 257), **_BOXES, block_size=128),
+    varlen("block_256", (40, 300), (3, 64), (20, 512), (5, 700), **_BOXES, block_size=256),
+    varlen("fresh", (140, 140), (257, 257), **_BOXES, block_size=64, padding_tokens=5),
+    varlen("dim_128", (40, 300), (3, 64), (20, 129), **_BOXES_128, block_size=64),
+    varlen("dim_128_block_128", (40, 300), (3, 64), **_BOXES_128, block_size=128),
+    varlen("dim_256", (30, 200), (3, 64), **_BOXES_256, block_size=64),
+    varlen("dim_256_block_128", (30, 300), (3, 64), **_BOXES_256, block_size=128),
+    varlen("dim_256_window", (30, 300), (3, 64), **_BOXES_256, block_size=64, window=130, softcap=5.0),
+    varlen(
+        "dim_192_128", (30, 200), **{**_BOXES_256, "head_dim": 192, "v_head_dim": 128}, block_size=64, layout="LBTNHD"
+    ),
+    varlen("dim_120", (30, 300), **{**_BOXES, "head_dim": 120, "v_head_dim": 120}, block_size=64),
+    varlen("group_7", (25, 300), (1, 150), **{**_BOXES, "group": 7, "num_kv_heads": 1}, block_size=64),
+    varlen("group_1", (140, 400), (3, 33), **{**_BOXES, "group": 1}, block_size=128),
+    varlen("non_causal", (40, 300), (20, 128), (1, 63), **_BOXES, block_size=64, causal=False),
+    varlen("window", (40, 500), (33, 200), (3, 90), **_BOXES, block_size=64, window=200),
+    varlen("window_block_256", (40, 700), (33, 200), **_BOXES, block_size=256, window=300),
+    varlen("softcap", (40, 300), **_BOXES, block_size=64, softcap=3.0),
+    varlen("softcap_of_large_scores", (40, 300), **_BOXES, block_size=128, softcap=30.0, scale=-200.0),
+    varlen("sinks", (40, 300), (33, 33), **_BOXES, block_size=64, sinks=True),
+    varlen("alibi", (40, 300), (33, 33), **_BOXES, block_size=64, alibi=True),
+    varlen("everything", (40, 500), (33, 33), **_BOXES, block_size=64, window=300, softcap=5.0, sinks=True, alibi=True),
+    varlen("tree", (26, 300), (33, 200), (0, 9), **_BOXES, block_size=64, tree="branches"),
+    varlen("tree_window", (40, 300), (33, 33), **_BOXES, block_size=64, tree="branches", window=200),
+    varlen(
+        *("bad_ids", (40, 700), (20, 300), (5, 100)),
+        **_BOXES,
+        block_size=64,
+        bad_entries=((0, 0, OVER), (0, 3, OVER), (0, 4, NEGATIVE), (0, 5, NEGATIVE), (1, 1, OVER), (2, 1, NEGATIVE)),
+    ),
+    varlen(
+        *("bad_ids_block_128", (40, 700), (20, 300)),
+        **_BOXES,
+        block_size=128,
+        bad_entries=((0, 0, OVER), (0, 3, NEGATIVE), (1, 1, OVER)),
+    ),
+    varlen(
+        *("bad_ids_alibi", (40, 700), (20, 300)),
+        **_BOXES,
+        block_size=128,
+        alibi=True,
+        bad_entries=((0, 0, OVER), (0, 3, NEGATIVE), (1, 1, OVER)),
+    ),
+    # What is usable scores far below the zeros that come for all the blocks behind it.
+    varlen(
+        *("bad_ids_near", (40, 1500)),
+        **_BOXES,
+        block_size=256,
+        alibi=True,
+        bad_entries=tuple((0, entry, NEGATIVE if entry % 2 else OVER) for entry in range(1, 6)),
+    ),
+    varlen(
+        *("bad_ids_window", (40, 700), (20, 300)),
+        **_BOXES,
+        block_size=64,
+        window=400,
+        bad_entries=((0, 0, OVER), (0, 6, OVER), (0, 7, OVER), (0, 9, NEGATIVE), (1, 1, OVER)),
+    ),
+    varlen("table_rows", (40, 300), (0, 0), (33, 200), **_BOXES, block_size=64, table_rows=True),
+    varlen("pair_past_end", (40, 300), **_BOXES, block_size=64, layout="pair", bad_entries=((0, 0, OVER),)),
+    *(
+        varlen(f"layout_{layout}", (40, 300), (33, 33), **_BOXES, block_size=64, layout=layout)
+        for layout in ("LBTHND", "TLBNHD", "BLTNHD", "LBNHTD", "LHBNTD", "LNTBHD", "pair_interleaved", "pair_padded")
+    ),
+)
+
 # What few query tokens keep away from the prefill kernel, for tests that force it.
 FORCED_CASES = tuple(case for case in VARLEN_CASES if case.decodes)
 
@@ -497,8 +570,16 @@ SHAPES = (
     AttentionShape(8, 4, 128, 128, 16, BF16, has_control=False),
     AttentionShape(8, 4, 128, 128, 16, F16, has_lse=True),
     AttentionShape(8, 4, 128, 128, 16, F32),
-    AttentionShape(8, 4, 128, 128, 64, BF16),
+    AttentionShape(8, 4, 128, 128, 64, BF16, has_variants=True),
     AttentionShape(8, 4, 128, 128, 256, BF16, has_lse=True),
+    AttentionShape(8, 4, 128, 128, 128, BF16, has_lse=True, has_variants=True),
+    AttentionShape(4, 7, 128, 128, 64, F16, has_lse=True, has_variants=True),
+    AttentionShape(4, 4, 64, 64, 64, BF16, has_variants=True),
+    AttentionShape(4, 4, 64, 64, 128, F16, has_control=False),
+    AttentionShape(8, 8, 120, 120, 64, BF16),
+    AttentionShape(8, 4, 192, 128, 64, BF16, has_variants=True),
+    AttentionShape(4, 4, 256, 256, 128, BF16, has_lse=True, has_variants=True),
+    AttentionShape(4, 7, 256, 256, 64, F16, has_lse=True),
     AttentionShape(8, 4, 128, 128, 12, BF16),
     AttentionShape(8, 4, 128, 128, 1, F16),
     AttentionShape(8, 4, 128, 128, 544, BF16),
@@ -600,6 +681,10 @@ def shape_launches(shape: AttentionShape, hardware: Hardware, *, every: bool = T
         for queries, suffix in ((None, ""), (4, "-4"), (512, "-512")):
             add(f"everything{suffix}", 16, queries, **everything)
             add(f"window{suffix}", 16, queries, window=1000)
+            add(f"window_softcap{suffix}", 16, queries, window=1000, softcap=30.0)
+            add(f"softcap_sinks{suffix}", 16, queries, softcap=30.0, sinks=sinks)
+            add(f"alibi{suffix}", 16, queries, softcap=30.0, sinks=sinks, alibi_slopes=slopes)
+            add(f"non_causal{suffix}", 16, queries, causal=False)
         for queries in (None, 4, 16, 64):
             suffix = "" if queries is None else f"-{queries}"
             add(f"tree{suffix}", 16, queries, tree=True)

@@ -207,13 +207,19 @@ class PrefillChoice:
     num_stages: int
     scan: int  # query starts scanned at a time
     one_scan: bool
+    edge_tile: int  # keys a step where not every row sees all of them
+    box: int = 0  # keys of one block in a message of the copy engine; 0: tiles are gathered by pointers
     max_registers: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rows", "tile", "scan"):
+        for name in ("rows", "tile", "edge_tile", "scan"):
             value = getattr(self, name)
             if value < 16 or value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, at least 16, got {value}")
+        if self.edge_tile > self.tile:
+            raise ValueError(f"edge_tile {self.edge_tile} must not be larger than the tile {self.tile}")
+        if self.box and self.tile // self.box not in (1, 2):
+            raise ValueError(f"a tile of {self.tile} keys must be one box or two, not boxes of {self.box}")
 
 
 # Rows to (tile, warps, stages), for heads of up to 128 and of up to 256 channels: what fits into the registers.
@@ -221,6 +227,14 @@ _PREFILL_WIDE = {16: (64, 4, 3), 64: (64, 4, 3), 128: (64, 8, 3)}
 _PREFILL_WIDE_256 = {16: (32, 4, 3), 64: (32, 8, 2), 128: (32, 8, 2)}
 _PREFILL = {16: (64, 4, 3), 64: (64, 8, 3)}
 _PREFILL_256 = {16: (32, 4, 2), 64: (32, 8, 2)}
+# Tile, edge tile and stages of 128 rows and 8 warps where the copy engine brings the tiles: what fits into registers
+# (Triton 3.6 to 3.9) and shared memory.
+_PREFILL_BOXES = (128, 64, 3)
+_PREFILL_BOXES_IN_TWO_WINDOWED = (128, 32, 3)
+_PREFILL_BOXES_WIDE_K = (64, 32, 3)  # K of up to 256 channels, V of up to 128
+_PREFILL_BOXES_256 = (64, 16, 2)
+_PREFILL_BOXES_256_WINDOWED = (32, 16, 3)
+_BOX_BLOCK_TOKENS = 64  # the smallest block that makes a message worth its barriers
 
 
 @lru_cache(maxsize=1024)
@@ -235,10 +249,14 @@ def choose_prefill(
     hardware: Hardware,
     *,
     tree_window: bool = False,
+    windowed: bool = False,
+    describable: bool = False,
 ) -> PrefillChoice:
     """The choice for sequences of at most `max_query_len` query tokens, of `group` query heads a KV head each.
 
-    `tree_window`: with a tree mask and a window, which take registers: a word and a position a row.
+    `tree_window`: with a tree mask and a window, which take registers: a word and a position a row. `windowed`: with a
+    window, whose front is a loop of its own. `describable`: the copy engine can read the cache
+    (`copy_engine.refuse_cache`). None of the three changes the rows.
     """
     lanes = max(lanes_of(head_dim), lanes_of(v_head_dim))
     longest = max_query_len * group
@@ -272,6 +290,12 @@ def choose_prefill(
         tile = max(16, tile // 2)
         num_warps = 8 if lanes > 128 else num_warps
         max_registers = hardware.all_registers
+    edge_tile, box = tile, 0
+    if describable and rows == 128 and not tree_window:
+        boxes = _boxes_of_prefill(head_dim, v_head_dim, block_size, hardware, windowed=windowed)
+        if boxes is not None:
+            tile, edge_tile, num_stages = boxes
+            box = min(tile, block_size)
     scan = 256 if num_seqs < 256 else _MAX_SCAN
     return PrefillChoice(
         rows=rows,
@@ -280,8 +304,33 @@ def choose_prefill(
         num_stages=num_stages,
         scan=scan,
         one_scan=num_seqs < scan,
+        edge_tile=edge_tile,
+        box=box,
         max_registers=max_registers,
     )
+
+
+def _boxes_of_prefill(
+    head_dim: int, v_head_dim: int, block_size: int, hardware: Hardware, *, windowed: bool
+) -> tuple[int, int, int] | None:
+    """Tile, edge tile and stages of 128 rows of a 16-bit type whose keys come by the copy engine, or None.
+
+    What compiles without spilled registers (tests/aot), on architectures whose matrix instructions read keys and
+    values where the copy engine puts them. Elsewhere (12.0) 128 rows do not fit into the registers.
+    """
+    k_lanes, v_lanes = lanes_of(head_dim), lanes_of(v_head_dim)
+    if not hardware.has_wide_mma or min(k_lanes, v_lanes) < 64:
+        return None
+    if block_size < _BOX_BLOCK_TOKENS or block_size & (block_size - 1):
+        return None
+    if hardware.architecture != 90:  # compiled, never run
+        return (64, 32, 3) if max(k_lanes, v_lanes) <= 128 else None
+    if max(k_lanes, v_lanes) <= 128:
+        in_two = block_size < _PREFILL_BOXES[0]
+        return _PREFILL_BOXES_IN_TWO_WINDOWED if windowed and in_two else _PREFILL_BOXES
+    if v_lanes <= 128:
+        return _PREFILL_BOXES_WIDE_K
+    return _PREFILL_BOXES_256_WINDOWED if windowed else _PREFILL_BOXES_256
 
 
 # Rows, (query token, query head) pairs, of a consumer of the Hopper kernel; heads a box of Q may take.

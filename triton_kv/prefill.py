@@ -8,6 +8,7 @@ import torch
 
 from triton_kv.batch import Batch, constants, input_pointers, stride_token
 from triton_kv.choices import Hardware, choose_prefill, lanes_of, reads_scalar_ids
+from triton_kv.copy_engine import boxes, refuse_cache
 from triton_kv.kernels.prefill import prefill_kernel
 from triton_kv.launch import Launch
 from triton_kv.prefill_hopper import hopper_launches
@@ -49,13 +50,21 @@ def prefill_launches(
         q.element_size(),
         hardware,
         tree_window=scoring.tree_mask is not None and scoring.window > 0,
+        windowed=scoring.window > 0,
+        describable=refuse_cache(operands) is None,
     )
+    k_desc = v_desc = None
+    if choice.box:
+        k, v = operands.views()
+        k_desc, v_desc = boxes(k, choice.box, lanes_of(head_dim)), boxes(v, choice.box, lanes_of(v_head_dim))
     launch = Launch(
         kernel=prefill_kernel,
         # Enough however the tokens are shared out; one more sequence stands for padding tokens.
         grid=(num_tokens * group // choice.rows + batch.num_seqs + 1, num_kv_heads),
         arguments={
             **input_pointers(q, operands, batch, scoring),
+            "k_desc": k_desc,
+            "v_desc": v_desc,
             "out_ptr": out,
             "lse_ptr": lse,
             "v_offset": operands.v_offset,
@@ -70,6 +79,8 @@ def prefill_launches(
             **constants(q, operands, out, scoring),
             "ROWS": choice.rows,
             "TILE": choice.tile,
+            "EDGE_TILE": choice.edge_tile,
+            "BOX": choice.box,
             "K_LANES": lanes_of(head_dim),
             "V_LANES": lanes_of(v_head_dim),
             "SCAN": choice.scan,

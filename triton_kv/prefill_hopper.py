@@ -25,6 +25,7 @@ from triton_kv.choices import (
     choose_hopper,
     refuse_hopper,
 )
+from triton_kv.copy_engine import refuse_cache
 from triton_kv.decode import decodes
 from triton_kv.kernels.prefill_work import CHECKERS, work_kernel
 from triton_kv.launch import Launch
@@ -40,7 +41,6 @@ TRITON_VERSION = (_major, _minor)
 PREFILL_KERNELS = ("portable", "hopper")
 _LOG2_E = 1.4426950408889634
 _CHANNELS = 64  # 16-bit channels a box: the 128 bytes that shared memory is swizzled over
-_MAX_STRIDE_BYTES = 1 << 40  # of a copy engine's descriptor
 _MAX_ROWS = 1 << 29  # that a kernel counts without overflow, and can tell from rows below zero
 _LEAST_SCALE = 2.0**-30  # hidden scores must stay far below any other after scaling
 _ENTRIES = 512  # block ids that a program checks at a time
@@ -331,14 +331,7 @@ def _refuse_tensors(q: torch.Tensor, operands: LayerOperands, out: torch.Tensor)
     for name, tensor in (("q", q), ("out", out)):
         if tensor.data_ptr() % 16 or tensor.stride(1) % 8 or stride_token(tensor) % 8:
             return f"{name} must start, and its rows must lie, at multiples of 16 bytes; strides {tensor.stride()}"
-    base = operands.k_cache.data_ptr() if operands.v_cache is None else operands.v_cache.data_ptr()
-    if operands.k_cache.data_ptr() % 16 or (base + operands.v_offset * q.element_size()) % 16:
-        return "K and V must start at multiples of 16 bytes"
-    for name, strides in (("K", operands.k_strides), ("V", operands.v_strides)):
-        for stride in strides:
-            if stride % 8 or not 0 < stride * q.element_size() < _MAX_STRIDE_BYTES:
-                return f"{name}'s strides must be multiples of 16 bytes, below a TiB, got {tuple(strides)} elements"
-    return None
+    return refuse_cache(operands)
 
 
 @cache

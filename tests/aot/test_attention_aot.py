@@ -21,7 +21,7 @@ from triton_kv.launch import Launch
 EVERYTHING = os.environ.get("AOT") == "all"
 QUICK_SHAPES = 3  # of the table's first ones, on sm_90
 # What makes two launches different configurations: how the choosers cut and launch, and how wide a head is.
-CONFIGURATION = ("ROWS", "TILE", "K_LANES", "V_LANES", "STAGES", "PARTS")
+CONFIGURATION = ("ROWS", "TILE", "EDGE_TILE", "BOX", "K_LANES", "V_LANES", "STAGES", "PARTS")
 
 
 def configuration(launch: Launch) -> tuple:
@@ -59,6 +59,36 @@ def jobs() -> list:
             job = Job(name, target, lambda launch=launch: launch)
             parameters.append(pytest.param(job, marks=pytest.mark.quick if quick else ()))
     return parameters
+
+
+def box_jobs() -> list:
+    """Every launch of which the copy engine brings the tiles: their registers depend on scores, group and blocks."""
+    parameters = []
+    for target in TARGETS:
+        for shape in SHAPES:
+            for name, launch in shape_launches(shape, target.hardware).items():
+                if launch.arguments.get("BOX"):
+                    quick = target is SM_90 and name.endswith("-512") and shape.head_dim == 128
+                    job = Job(f"{shape}-{name}", target, lambda launch=launch: launch)
+                    parameters.append(pytest.param(job, marks=pytest.mark.quick if quick else ()))
+    return parameters
+
+
+@pytest.mark.parametrize("job", box_jobs(), ids=str)
+def test_the_copy_engine_brings_tiles_into_a_ring(job):
+    compiled = job.compile()
+    assert_fits(compiled)
+    constants = {name: value for name, value in job.build().arguments.items() if name.isupper()}
+    instruction = "wgmma.mma_async" if job.target is SM_90 else "tcgen05.mma"
+    assert instruction in compiled.text
+    assert "mma.sync" not in compiled.text
+    # Of K and V, in one box or two a tile: stages - 1 tiles in front of the loop and one in it, or more on sm_100.
+    messages = len(re.findall(r"cp\.async\.bulk\.tensor", compiled.text))
+    expected = constants["STAGES"] * 2 * constants["TILE"] // constants["BOX"]
+    assert messages == expected if job.target is SM_90 else messages >= expected
+    tile_bytes = 2 * constants["TILE"] * (constants["K_LANES"] + constants["V_LANES"])
+    assert compiled.shared_bytes >= constants["STAGES"] * tile_bytes
+    assert compiled.kernel.metadata.global_scratch_size == 0  # descriptors made on the device would take some
 
 
 @pytest.mark.parametrize("job", jobs(), ids=str)

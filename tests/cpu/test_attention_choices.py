@@ -1,15 +1,28 @@
 """How attention launches are cut: the measured table, limits of the hardware, and grids that cover any batch."""
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.attention_cases import NUM_SEQS, PLAIN_SCORING, QUERY_LENS, SHAPES, shape_launches, shape_operands
+from tests.attention_cases import (
+    BF16,
+    F16,
+    F32,
+    NUM_SEQS,
+    PLAIN_SCORING,
+    QUERY_LENS,
+    SHAPES,
+    AttentionShape,
+    shape_launches,
+    shape_operands,
+)
 from triton_kv.batch import Batch
 from triton_kv.choices import DecodeChoice, Hardware, PrefillChoice, choose_decode, choose_prefill, hardware_of
+from triton_kv.copy_engine import boxes, refuse_cache
 from triton_kv.decode import decode_launches, partial_elements
 from triton_kv.prefill import prefill_launches
 from triton_kv.prefill_hopper import use_prefill_kernel
@@ -162,6 +175,120 @@ def test_prefill_rows_follow_the_longest_query(hardware):
     assert rows[:3] == [16, 16, 64]
 
 
+MODEL = AttentionShape(8, 4, 128, 128, 64, BF16)
+
+
+def portable(shape, query_len=512, hardware=H200, operands=None, **scoring):
+    heads, meta = shape.num_kv_heads * shape.group, {"device": "meta"}
+    q = torch.empty(query_len, heads, shape.head_dim, dtype=shape.dtype, **meta)
+    out = torch.empty(query_len, heads, shape.v_head_dim, dtype=shape.dtype, **meta)
+    table, lens, starts = (torch.empty(*size, dtype=torch.int32, **meta) for size in ((1, 9), (1,), (2,)))
+    operands = shape_operands(shape) if operands is None else operands
+    with use_prefill_kernel("portable"):
+        (launch,) = prefill_launches(
+            q,
+            operands,
+            Batch(table, lens, starts, None, query_len),
+            out,
+            None,
+            PLAIN._replace(**scoring),
+            hardware=hardware,
+        )
+    return launch
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param({}, (128, 64, 64, 8, 3), id="block_64"),
+        pytest.param({"block_size": 128}, (128, 64, 128, 8, 3), id="block_128"),
+        pytest.param({"block_size": 512}, (128, 64, 128, 8, 3), id="block_512"),
+        pytest.param({"dtype": F16, "head_dim": 64, "v_head_dim": 64}, (128, 64, 64, 8, 3), id="dim_64"),
+        pytest.param({"head_dim": 80, "v_head_dim": 80}, (128, 64, 64, 8, 3), id="dim_80"),
+        pytest.param({"head_dim": 192}, (64, 32, 64, 8, 3), id="dim_192_128"),
+        pytest.param({"head_dim": 256, "v_head_dim": 256, "block_size": 128}, (64, 16, 64, 8, 2), id="dim_256"),
+        pytest.param({"block_size": 32}, None, id="block_32"),
+        pytest.param({"block_size": 192}, None, id="block_192"),
+        pytest.param({"head_dim": 32, "v_head_dim": 32}, None, id="dim_32"),
+        pytest.param({"head_dim": 512, "v_head_dim": 512}, None, id="dim_512"),
+        pytest.param({"dtype": F32}, None, id="f32"),
+        pytest.param({"head_dim": 84, "v_head_dim": 84}, None, id="dim_84"),
+    ],
+)
+def test_what_the_copy_engine_brings(changes, expected):
+    launch = portable(dataclasses.replace(MODEL, **changes))
+    arguments = launch.arguments
+    boxes = [arguments[name] for name in ("k_desc", "v_desc")]
+    if expected is None:
+        assert (arguments["BOX"], *boxes) == (0, None, None)
+        assert arguments["EDGE_TILE"] == arguments["TILE"]
+        return
+    names = ("TILE", "EDGE_TILE", "BOX")
+    assert (*(arguments[name] for name in names), launch.num_warps, launch.num_stages) == expected
+    assert arguments["ROWS"] == 128
+    for desc, lanes in zip(boxes, ("K_LANES", "V_LANES"), strict=True):
+        assert desc.block_shape == [1, 1, arguments["BOX"], arguments[lanes]]
+        assert desc.shape[:3] == [1000, 8, arguments["BLOCK_SIZE"]]
+
+
+@pytest.mark.parametrize(
+    ("scoring", "box"),
+    [
+        pytest.param({"window": 300}, 32, id="window"),
+        pytest.param({"softcap": 30.0}, 64, id="softcap"),
+        pytest.param({"causal": False}, 64, id="non_causal"),
+        pytest.param({"scale": -1.0}, 64, id="negative_scale"),
+    ],
+)
+def test_a_window_takes_registers(scoring, box):
+    launch = portable(dataclasses.replace(MODEL, head_dim=256, v_head_dim=256), **scoring)
+    assert launch.arguments["BOX"] == box
+    edge_tile = portable(MODEL, **scoring).arguments["EDGE_TILE"]
+    assert edge_tile == (32 if "window" in scoring else 64)
+
+
+@pytest.mark.parametrize(
+    ("query_len", "architecture", "box"),
+    [
+        pytest.param(16, 90, 0, id="64_rows"),
+        pytest.param(17, 90, 64, id="68_rows"),
+        pytest.param(17, 100, 64, id="blackwell"),
+        pytest.param(17, 120, 0, id="small_blackwell"),
+        pytest.param(17, 80, 0, id="ampere"),
+        pytest.param(17, "hip", 0, id="amd"),
+    ],
+)
+def test_few_rows_and_other_gpus_gather_by_pointers(query_len, architecture, box):
+    assert portable(MODEL, query_len, Hardware(132, architecture)).arguments["BOX"] == box
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        pytest.param({"k_strides": (8 * 64 * 128 + 4, 1024, 128)}, "K's strides", id="k_blocks"),
+        pytest.param({"v_strides": (8 * 64 * 128, 1028, 128)}, "V's strides", id="v_tokens"),
+        pytest.param({"v_strides": (1 << 40, 1024, 128)}, "V's strides", id="tib_between_blocks"),
+        pytest.param({"k_strides": (8 * 64 * 128, 1024, 0)}, "K's strides", id="heads_in_one_place"),
+        pytest.param({"v_offset": 4}, "must start at", id="start_of_v"),
+    ],
+)
+def test_caches_that_the_copy_engine_cannot_read_are_gathered_by_pointers(changes, reason):
+    operands = shape_operands(MODEL)
+    assert refuse_cache(operands) is None
+    operands = operands._replace(**changes)
+    assert reason in refuse_cache(operands)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert portable(MODEL, operands=operands).arguments["BOX"] == 0
+
+
+def test_a_descriptor_takes_any_layout():
+    k = torch.empty(9, 2, 64, 4, 96, dtype=BF16, device="meta")[:, 0]  # K and V interleaved
+    desc = boxes(k, 64, 128)
+    assert (desc.shape, desc.block_shape) == ([9, 4, 64, 96], [1, 1, 64, 128])
+    assert desc.strides == [2 * 64 * 4 * 96, 96, 4 * 96, 1]
+
+
 @pytest.mark.parametrize("hardware", HARDWARE.values(), ids=HARDWARE)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_tree_mask_changes_a_choice_only_beside_a_window(shape, hardware):
@@ -184,7 +311,9 @@ def test_a_tree_mask_changes_a_choice_only_beside_a_window(shape, hardware):
             assert masked.arguments["tree_mask_ptr"] is words
             assert plain.arguments["tree_mask_ptr"] is None
             tiles = plain.arguments["TILE"], masked.arguments["TILE"]
-            assert tiles[1] == (max(16, tiles[0] // 2) if window else tiles[0])
+            if not (window and plain.arguments["BOX"]):  # with both, tiles come by pointers
+                assert tiles[1] == (max(16, tiles[0] // 2) if window else tiles[0])
+            assert masked.arguments["BOX"] == (0 if window else plain.arguments["BOX"])
             assert masked.grid == plain.grid
             if not window:
                 assert (masked.num_warps, masked.max_registers) == (plain.num_warps, plain.max_registers)
@@ -198,4 +327,9 @@ def test_choices_say_what_is_wrong():
     with pytest.raises(ValueError, match="tile 8 and rows 16 must be at least 16"):
         DecodeChoice(tile=8, join_parts=16, use_pdl=False, **fields)
     with pytest.raises(ValueError, match="rows must be a power of two, at least 16, got 100"):
-        PrefillChoice(rows=100, tile=64, num_warps=4, num_stages=3, scan=16, one_scan=True)
+        PrefillChoice(rows=100, tile=64, edge_tile=64, num_warps=4, num_stages=3, scan=16, one_scan=True)
+    fields = {"rows": 128, "num_warps": 8, "num_stages": 3, "scan": 16, "one_scan": True}
+    with pytest.raises(ValueError, match="edge_tile 128 must not be larger than the tile 64"):
+        PrefillChoice(tile=64, edge_tile=128, **fields)
+    with pytest.raises(ValueError, match="a tile of 128 keys must be one box or two, not boxes of 32"):
+        PrefillChoice(tile=128, edge_tile=64, box=32, **fields)

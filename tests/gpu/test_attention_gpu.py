@@ -8,6 +8,7 @@ import torch
 import triton_kv as tkv
 from tests.attention_cases import (
     BF16,
+    BOX_CASES,
     DECODE_CASES,
     F16,
     F32,
@@ -93,6 +94,16 @@ def test_the_portable_prefill_kernel_takes_few_query_tokens(case, dtype):
     assert_attention(tensors, out, lse)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("case", BOX_CASES, ids=str)
+def test_the_copy_engine_brings_tiles_into_the_portable_kernel(case, dtype):
+    """On Hopper GPUs, and by pointers elsewhere."""
+    tensors = make_tensors(replace(case, dtype=dtype), "cuda")
+    with use_prefill_kernel("portable"):
+        out, lse = attend(tensors)
+    assert_attention(tensors, out, lse)
+
+
 @pytest.mark.parametrize("case", LARGE_CASES, ids=str)
 def test_batches_of_serving_size_equal_the_reference(case):
     tensors = make_tensors(case, "cuda")
@@ -108,6 +119,36 @@ def test_batches_of_serving_size_equal_the_reference(case):
         again, lse_again = attend(tensors)
         assert torch.equal(out, again)
         assert torch.equal(lse, lse_again)
+
+
+BOXES = {**MODEL, "block_size": 64}
+LARGE_BOX_CASES = (
+    varlen("one_2k", (2048, 2048), **BOXES),
+    varlen("chunk_on_context", (512, 9000), (512, 512), **BOXES),
+    varlen("mixed", *((1, 500 + i) for i in range(60)), (300, 1000), (7, 7), **BOXES, padding_tokens=9),
+    varlen("block_128", (300, 3000), (12, 12), **{**BOXES, "block_size": 128}),
+    varlen("non_causal", (300, 3000), (12, 12), **BOXES, causal=False),
+    varlen("window", (300, 3000), (900, 900), **BOXES, window=1000),
+    varlen("dim_64", (300, 3000), (12, 12), **{**BOXES, "head_dim": 64, "v_head_dim": 64}),
+    varlen("dim_256", (300, 3000), (12, 12), **{**BOXES, "head_dim": 256, "v_head_dim": 256}),
+    varlen("dim_256_window", (300, 3000), **{**BOXES, "head_dim": 256, "v_head_dim": 256}, window=1000, softcap=50.0),
+    varlen("dim_192_128", (300, 3000), **{**BOXES, "head_dim": 192}, layout="LBTNHD"),
+    varlen("everything", (300, 3000), **BOXES, window=1000, softcap=50.0, sinks=True, alibi=True),
+)
+
+
+@pytest.mark.parametrize("case", LARGE_BOX_CASES, ids=str)
+def test_large_batches_that_the_copy_engine_brings(case):
+    tensors = make_tensors(case, "cuda")
+    with use_prefill_kernel("portable"):
+        out, lse = attend(tensors)
+        again, lse_again = attend(tensors)
+    expected_out, expected_lse = attend(tensors, paged_attention_reference)
+    tolerance = TOLERANCE[case.dtype]
+    torch.testing.assert_close(out.float(), expected_out.float(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
+    assert torch.equal(out, again)
+    assert torch.equal(lse, lse_again)
 
 
 @pytest.mark.parametrize("num_query_heads", [32, 56, 8], ids=["group_4", "group_7", "group_1"])
@@ -159,17 +200,26 @@ def test_one_captured_graph_is_right_for_every_later_batch(num_query_heads):
         torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
 
 
-def test_a_captured_prefill_is_right_for_other_query_lengths():
+@pytest.mark.parametrize(
+    ("kernel", "changes"),
+    [
+        pytest.param(None, {}, id="chosen"),
+        pytest.param("portable", {"block_size": 64}, id="boxes"),
+        pytest.param("portable", {"block_size": 128, "head_dim": 256, "v_head_dim": 256}, id="boxes_dim_256"),
+    ],
+)
+def test_a_captured_prefill_is_right_for_other_query_lengths(kernel, changes):
     torch.manual_seed(0)
-    case = varlen("captured", *((16, 400),) * 8, **MODEL)
+    case = varlen("captured", *((16, 400),) * 8, **{**MODEL, **changes})
     tensors = make_tensors(case, "cuda")
     tensors.layer.flat.nan_to_num_(0.5)
     q, metadata = tensors.q, replace(tensors.metadata, max_query_len=case.num_tokens)
     out = tensors.out()
-    paged_attention(q, tensors.layer, metadata, out=out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with use_prefill_kernel(kernel):
         paged_attention(q, tensors.layer, metadata, out=out)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            paged_attention(q, tensors.layer, metadata, out=out)
     for queries in ([16] * 8, [100, 0, 1, 1, 1, 20, 0, 5], [0] * 8, [128, 0, 0, 0, 0, 0, 0, 0], [1] * 8):
         starts = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         metadata.query_start_loc.copy_(starts)

@@ -7,10 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.attention_cases import DECODE_CASES, FORCED_CASES, VARLEN_CASES, assert_attention, chain_words, make_tensors
-from triton_kv import attention
+from tests.attention_cases import (
+    BOX_CASES,
+    DECODE_CASES,
+    FORCED_CASES,
+    VARLEN_CASES,
+    assert_attention,
+    chain_words,
+    make_tensors,
+)
+from triton_kv import attention, prefill
 from triton_kv.attention import paged_attention
 from triton_kv.choices import Hardware
+from triton_kv.copy_engine import boxes
 from triton_kv.kernels.decode import decode_kernel
 from triton_kv.launch import interpreted
 from triton_kv.metadata import AttentionMetadata
@@ -18,14 +27,15 @@ from triton_kv.prefill_hopper import use_prefill_kernel
 
 QUICK = {"skew", "f16", "group_3", "block_12", "over_watermark", "dim_80", "mixed", "padding_tokens", "many_seqs"}
 QUICK |= {"tree_few_window", "tree_window"}
+QUICK_BOXES = {"block_64", "block_128", "window", "bad_ids", "layout_LBTHND"}
 
 
-def cases(kind, table):
-    return [pytest.param(case, id=f"{kind}-{case}", marks=[pytest.mark.quick] * (case.name in QUICK)) for case in table]
+def cases(kind, table, quick=QUICK):
+    return [pytest.param(case, id=f"{kind}-{case}", marks=[pytest.mark.quick] * (case.name in quick)) for case in table]
 
 
-def attend(case, monkeypatch, **changes):
-    monkeypatch.setattr(attention, "hardware_of", lambda device: Hardware(case.num_sms, 80))
+def attend(case, monkeypatch, architecture=80, **changes):
+    monkeypatch.setattr(attention, "hardware_of", lambda device: Hardware(case.num_sms, architecture))
     tensors = make_tensors(case)
     arguments = {**tensors.arguments, **changes}
     out = tensors.out()
@@ -44,6 +54,16 @@ def test_kernels_equal_the_naive_loop(case, monkeypatch):
 def test_the_prefill_kernel_takes_few_query_tokens(case, monkeypatch):
     with use_prefill_kernel("portable"):
         assert_attention(*attend(case, monkeypatch))
+
+
+@pytest.mark.parametrize("case", cases("boxes", BOX_CASES, QUICK_BOXES))
+def test_tiles_come_in_boxes_of_one_block(case, monkeypatch):
+    """As on a GPU with a copy engine: a box out of bounds is zeros, and what it would have read is poison."""
+    loaded = []
+    monkeypatch.setattr(prefill, "boxes", lambda *arguments: loaded.append(arguments) or boxes(*arguments))
+    with use_prefill_kernel("portable"):
+        assert_attention(*attend(case, monkeypatch, architecture=90))
+    assert len(loaded) == (0 if case.tree and case.window else 2)
 
 
 CHAINS = {"context", "window", "window_1", "speculative_window"}
