@@ -389,7 +389,11 @@ class MemoryLedger:
 
     @property
     def graph_bytes(self) -> int:
-        """What capture (and replaying every graph once) took: pools, workspaces, communicator buffers."""
+        """What capture (and replaying every graph once) took: pools, workspaces, communicator buffers.
+
+        Call `torch.cuda.empty_cache()` in the stage before: a capture begins with it, and the memory that torch gives
+        back there (the profile run's) would count against what graphs take. What a plan asks for is right either way.
+        """
         if (capture := self.find("capture")) is None:
             return 0
         before = self.stages[self.stages.index(capture) - 1] if self.stages[0] is not capture else None

@@ -76,7 +76,8 @@ def test_reserving_four_times_the_device_takes_no_memory():
     block_bytes = 16 * 2 * 8 * 128 * 2 * 16
     with reserve(capacity=4 * total // block_bytes, num_layers=16, poison=False) as cache:
         assert cache.reserved_bytes >= 3.99 * total
-        assert free_before - torch.cuda.mem_get_info()[0] < tkv.open_memory(cache.device).granularity
+        # At most what torch's allocator takes where its memory for small tensors is full.
+        assert free_before - torch.cuda.mem_get_info()[0] <= tkv.open_memory(cache.device).granularity
         assert (cache.committed_bytes, cache.mapped_bytes) == (0, 0)
     assert not small.any()
 
