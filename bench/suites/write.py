@@ -155,7 +155,7 @@ SUITE = Suite(
         ),
     ),
     run=run,
-    case_s=0.6,
+    case_s=1.0,
     quick_case_s=0.7,
     setup_s=20.0,
     modules=modules_for,
