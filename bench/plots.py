@@ -91,7 +91,9 @@ def draw_context(axes: Axes, record: dict[str, Any]) -> bool:
     sweep = _sweep(record)
     if len(sweep) < 3:
         return False
-    names = list(dict.fromkeys(name for case in sweep for name, r in _results(case) if r.get("ok")))
+    names = list(
+        dict.fromkeys(name for case in sweep for name, r in _results(case) if r.get("ok") and not r.get("aside"))
+    )
     for name in names:
         points = [
             (case["parameters"]["max_seq_len"], dict(_results(case))[name]["gbps"])
