@@ -3,10 +3,20 @@
 import pytest
 import torch
 
-from tests.attention_cases import DECODE_CASES, VARLEN_CASES, assert_attention, make_tensors
+from tests.attention_cases import (
+    BF16,
+    DECODE_CASES,
+    VARLEN_CASES,
+    AttentionShape,
+    assert_attention,
+    make_tensors,
+    shape_operands,
+)
 from triton_kv import attention, plan
 from triton_kv.attention import paged_attention
-from triton_kv.choices import Hardware
+from triton_kv.batch import Batch
+from triton_kv.choices import Hardware, choose_decode
+from triton_kv.decode import CHUNK_WORDS, prepare_launch
 from triton_kv.layer import LayerCache
 from triton_kv.plan import AttentionPlan
 
@@ -59,3 +69,35 @@ def test_prepared_steps_equal_those_that_plan_for_themselves(case, monkeypatch):
     assert torch.equal(out, own[0])
     assert torch.equal(lse, own[1])
     assert_attention(tensors, out, lse)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "whole"),
+    [
+        pytest.param([8192] * 64, 1, id="a_sequence_a_chunk"),
+        pytest.param([1024] * 256, 4, id="four_sequences_a_chunk"),
+        pytest.param([8192] * 63 + [8160], None, id="one_is_shorter"),
+        pytest.param([8192] * 100, None, id="whole_ones_would_be_uneven"),
+        pytest.param([0] * 64, 1, id="all_empty"),
+    ],
+)
+def test_even_batches_are_cut_between_sequences(lengths, whole):
+    shape = AttentionShape(8, 4, 128, 128, 16, BF16, has_control=False)
+    choice = choose_decode(len(lengths), 8, 4, 128, 128, 16, 2, Hardware(132, 90))
+    assert (choice.num_chunks, choice.tile) == (66, 32)
+    batch = Batch(
+        torch.zeros(len(lengths), 512, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), None, None, 1
+    )
+    chunks = torch.full((choice.num_chunks, CHUNK_WORDS.value), -1, dtype=torch.int32)
+    prepare_launch(shape_operands(shape), batch, 0, choice, chunks).run()
+    units = [max(-(-length // 32), 1) for length in lengths]
+    per_chunk = -(-sum(units) // 66) if whole is None else whole * units[0]
+    covered = 0
+    for found, first, end, seq, seq_first in chunks[:, :5].tolist():
+        assert found == per_chunk
+        if first < end:
+            assert (first, end) == (covered, min(covered + per_chunk, sum(units)))
+            assert sum(units[:seq]) == seq_first <= first < seq_first + units[seq]
+            assert whole is None or first == seq_first
+            covered = end
+    assert covered == sum(units)
