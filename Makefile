@@ -18,7 +18,7 @@ MODEL_ENV := $(if $(MODEL),MODEL=$(MODEL))
 export OMP_WAIT_POLICY ?= passive
 
 PYTEST := $(PY) -m pytest -q
-# In two processes, where pytest-xdist is there: what compiles or interprets kernels keeps one core busy.
+# In two processes, where pytest-xdist is there: one of them keeps one core busy.
 TWICE := $$($(PY) -c 'import importlib.util as u; print("-n 2" * bool(u.find_spec("xdist")))')
 
 .PHONY: demo test test-ranks test-nightly test-cpu test-interpret test-aot test-gpu test-matrix test-matrix-quick lint types clean
@@ -29,7 +29,7 @@ demo: $(READY)
 test: test-cpu test-interpret test-aot test-gpu
 
 test-cpu: $(READY)
-	$(MODEL_ENV) $(PYTEST) tests/cpu
+	$(MODEL_ENV) $(PYTEST) $(TWICE) tests/cpu
 
 # SmolLM2 over three gloo processes, and the demo under torchrun.
 test-ranks: $(READY)
