@@ -335,7 +335,7 @@ def _boxes_of_prefill(
 
 # Rows, (query token, query head) pairs, of a consumer of the Hopper kernel; heads a box of Q may take.
 HOPPER_CONSUMER_ROWS = 64
-_HOPPER_MANY_ROWS = 16384  # from which three consumers are faster than two, by the H200
+_HOPPER_MANY_ROWS = 16384  # between 4096, where two consumers are faster on an H200, and 32768, where three are
 _HOPPER_MAX_PACKED = 64
 _HOPPER_L2_BYTES = 40_000_000  # of 50 (H100, H200: 60), which K and V of the tiles in flight may fill
 _HOPPER_MAX_SCAN = 256
