@@ -8,10 +8,10 @@ import torch
 
 from triton_kv.batch import Batch
 from triton_kv.choices import hardware_of
-from triton_kv.decode import Workspace, choice_of, decode_launches, make_workspace
+from triton_kv.decode import Workspace, decode_launches
 from triton_kv.kernels.decode import decode_kernel
 from triton_kv.launch import Launch, eager, interpreted, register
-from triton_kv.launch_cache import LaunchCache, described
+from triton_kv.launch_cache import LaunchCache, described, run_prepared
 from triton_kv.layer import OPERANDS_SCHEMA, LayerCache, LayerOperands, operands_of
 from triton_kv.metadata import AttentionMetadata
 from triton_kv.prefill import prefill_launches
@@ -19,7 +19,7 @@ from triton_kv.prefill_hopper import forced_prefill_kernel, goes_to_decode
 from triton_kv.scoring import MAX_TREE_TOKENS, SCORING_SCHEMA, Scoring, make_scoring
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Hashable
 
     from triton_kv.plan import AttentionPlan
 
@@ -95,50 +95,83 @@ def paged_attention(
     schedulers, without their plan step); prefill is FlashAttention-2 with the heads of a group packed into rows.
     """
     operands = operands_of(layer)
-    scoring_tensors = (sinks, alibi_slopes, tree_mask)
-    key = None
+    key = prepared = None
     if isinstance(q, torch.Tensor) and q.is_cuda and eager(q, out, operands.k_cache, metadata.block_table):
-        key = _call_key(q, operands, metadata, scale, causal, window, softcap, scoring_tensors, out, return_lse)
-        lists = plan is not None and plan.max_tokens is not None
-        key = (*key, plan is None, lists, batch_invariant, forced_prefill_kernel())
-    if key is None or not _CALLS.knows(key):
+        key = (
+            *_call_key(q, operands, metadata, out),
+            *map(described, (sinks, alibi_slopes, tree_mask)),
+            return_lse,
+            scale,
+            causal,
+            window,
+            softcap,
+            plan is None,
+            plan is not None and plan.has_list,
+            batch_invariant,
+            forced_prefill_kernel(),
+        )
+        prepared = _CALLS.find(key)
+    if prepared is None:
         _check(q, operands, metadata, out)
     if out is None:
         out = q.new_empty((q.shape[0], q.shape[1], operands.v_head_dim))
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-    batch = Batch.of(metadata)
-
-    def scoring() -> Scoring:
-        return make_scoring(
-            q.shape[2],
-            q.shape[1],
-            q.device,
-            scale=scale,
-            causal=causal,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-            tree_mask=tree_mask,
-            num_tokens=metadata.num_tokens,
-            max_query_len=metadata.max_query_len,
-        )
-
     workspace = None
     if plan is not None:
         workspace = plan.workspace_for(q, operands, metadata, window or 0, causal, batch_invariant)
+    partials, chunks = (None, None) if workspace is None else workspace
+    tensors = (
+        q,
+        operands.k_cache,
+        operands.k_cache if operands.v_cache is None else operands.v_cache,
+        metadata.block_table,
+        metadata.seq_lens,
+        metadata.query_start_loc,
+        metadata.table_rows,
+        sinks,
+        alibi_slopes,
+        tree_mask,
+        operands.control,
+        chunks,
+        chunks,  # for prefill the plan's work list
+        out,
+        lse,
+        partials,
+    )
+    if prepared is not None:
+        run_prepared(prepared, q.device, tensors)
+        return out if lse is None else (out, lse)
+
+    batch = Batch.of(metadata)
+    scoring = make_scoring(
+        q.shape[2],
+        q.shape[1],
+        q.device,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        tree_mask=tree_mask,
+        num_tokens=metadata.num_tokens,
+        max_query_len=metadata.max_query_len,
+    )
     if key is not None and q.shape[0]:
-        _launch_known(key, q, operands, batch, out, lse, scoring, scoring_tensors, batch_invariant, workspace)
+
+        def build() -> tuple[Launch, ...]:
+            return _launches(q, operands, batch, out, lse, scoring, batch_invariant, workspace)
+
+        _CALLS.run(key, q.device, tensors, build)
     else:
         attend = _attend if eager(q, out, operands.k_cache, metadata.block_table) else _OP
-        partials, chunks = (None, None) if workspace is None else workspace
-        attend(q, *batch, out, lse, partials, chunks, batch_invariant, *scoring(), *operands)
+        attend(q, *batch, out, lse, partials, chunks, batch_invariant, *scoring, *operands)
     return out if lse is None else (out, lse)
 
 
-# Parameters of attention kernels that take tensors, in the order of `_launch_known`.
+# Parameters of attention kernels that take tensors, in the order in which `paged_attention` passes them.
 _CALLS = LaunchCache(
-    (
+    names=(
         "q_ptr",
         "k_cache_ptr",
         "v_cache_ptr",
@@ -151,26 +184,30 @@ _CALLS = LaunchCache(
         "tree_mask_ptr",
         "control_ptr",
         "chunks_ptr",
+        "work_ptr",
         "out_ptr",
         "lse_ptr",
         "partials_ptr",
-    )
+    ),
+    derived={
+        "marks_ptr": "work_ptr",
+        "suspects_ptr": "work_ptr",
+        "q_desc": "q_ptr",
+        "k_desc": "k_cache_ptr",
+        "v_desc": "v_cache_ptr",
+        "out_desc": "out_ptr",
+    },
 )
 
 
 def _call_key(
-    q: torch.Tensor,
-    operands: LayerOperands,
-    metadata: AttentionMetadata,
-    scale: float | None,
-    causal: bool,
-    window: int | None,
-    softcap: float,
-    scoring_tensors: tuple[torch.Tensor | None, ...],  # sinks, ALiBi's slopes, the tree mask
-    out: torch.Tensor | None,
-    return_lse: bool,
+    q: torch.Tensor, operands: LayerOperands, metadata: AttentionMetadata, out: torch.Tensor | None
 ) -> tuple[Hashable, ...]:
-    """All that a call's checks and launches depend on, except which tensors of those shapes it gets."""
+    """What a call's checks and launches depend on besides its options, except which tensors of those shapes it gets.
+
+    The descriptors of q and out follow from their shapes, strides and alignment, those of K and V from `operands`; so
+    do their distances from the tensors that they lie in.
+    """
     table = metadata.block_table
     return (
         q.shape,
@@ -179,12 +216,6 @@ def _call_key(
         q.device,
         q.data_ptr() % 16,
         described(out),
-        *map(described, scoring_tensors),
-        return_lse,
-        scale,
-        causal,
-        window,
-        softcap,
         metadata.num_tokens,
         metadata.num_seqs,
         metadata.max_query_len,
@@ -201,45 +232,6 @@ def _call_key(
         operands.device,
         operands[4:],
     )
-
-
-def _launch_known(
-    key: tuple[Hashable, ...],
-    q: torch.Tensor,
-    operands: LayerOperands,
-    batch: Batch,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    scoring: Callable[[], Scoring],
-    scoring_tensors: tuple[torch.Tensor | None, ...],  # sinks, ALiBi's slopes, the tree mask
-    batch_invariant: bool,
-    workspace: Workspace | None,
-) -> None:
-    """An eager call on a GPU: what launches of this key have in common is made once."""
-    if workspace is None and goes_to_decode(batch, q.shape[1] // operands.num_kv_heads):
-        choice = choice_of(batch, q.shape[1], operands, hardware_of(q.device), batch_invariant)
-        workspace = make_workspace(batch, q.shape[1], operands, choice)
-    partials, chunks = (None, None) if workspace is None else workspace
-
-    def build() -> tuple[Launch, ...]:
-        return _launches(q, operands, batch, out, lse, scoring(), batch_invariant, workspace)
-
-    tensors = (
-        q,
-        operands.k_cache,
-        operands.k_cache if operands.v_cache is None else operands.v_cache,
-        batch.block_table,
-        batch.seq_lens,
-        batch.query_start_loc,
-        batch.table_rows,
-        *scoring_tensors,
-        operands.control,
-        chunks,
-        out,
-        lse,
-        partials,
-    )
-    _CALLS.run(key, q.device, tensors, build)
 
 
 def paged_attention_reference(

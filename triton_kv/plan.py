@@ -110,6 +110,11 @@ class AttentionPlan:
     def _group(self) -> int:
         return self._num_query_heads // self._operands.num_kv_heads
 
+    @property
+    def has_list(self) -> bool:
+        """Whether the prepared step has a work list, for causal layers."""
+        return self._listed is not None
+
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Finds where each chunk of this step's batch begins, and counts table entries outside the watermark.
 
