@@ -172,36 +172,41 @@ def operands_of(layer: LayerCache | tuple[torch.Tensor, torch.Tensor]) -> LayerO
             f"layer {layer.name!r} keeps {', '.join(layer.names)}, no K and V: our attention ops do not read it; pass "
             ".states or .latent to kernels of your own"
         )
-    if not (isinstance(layer, (tuple, list)) and len(layer) == 2 and all(isinstance(x, torch.Tensor) for x in layer)):
+    if not (isinstance(layer, (tuple, list)) and len(layer) == 2):
         raise TypeError(f"layer must be a LayerCache or a pair (k, v) of tensors, not {type(layer).__name__}")
     k, v = layer
-    if k.dim() != 4 or v.dim() != 4:
+    if not (isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        raise TypeError(f"layer must be a LayerCache or a pair (k, v) of tensors, not {type(layer).__name__}")
+    k_shape, v_shape = k.shape, v.shape  # asked for once: this runs in every eager call
+    if len(k_shape) != 4 or len(v_shape) != 4:
         raise ValueError(
             "a plain K/V pair must be 4-D [num_blocks, block_size, num_kv_heads, head_dim], "
-            f"got {tuple(k.shape)} and {tuple(v.shape)}"
+            f"got {tuple(k_shape)} and {tuple(v_shape)}"
         )
-    if k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"K and V must agree in all but head_dim, got {tuple(k.shape)} and {tuple(v.shape)}")
-    if 0 in k.shape[1:] or v.shape[3] == 0:
-        raise ValueError(f"K and V need at least one token a block, head and channel, got {tuple(k.shape)}")
+    num_blocks, block_size, num_kv_heads, head_dim = k_shape
+    if k_shape[:3] != v_shape[:3]:
+        raise ValueError(f"K and V must agree in all but head_dim, got {tuple(k_shape)} and {tuple(v_shape)}")
+    if block_size == 0 or num_kv_heads == 0 or head_dim == 0 or v_shape[3] == 0:
+        raise ValueError(f"K and V need at least one token a block, head and channel, got {tuple(k_shape)}")
     if k.dtype != v.dtype or k.device != v.device:
         raise ValueError(
             f"K and V must agree in dtype and device, got {k.dtype} on {k.device}, {v.dtype} on {v.device}"
         )
-    if k.stride(3) != 1 or v.stride(3) != 1:
-        raise ValueError(f"head_dim must be innermost with stride 1, got strides {k.stride()} and {v.stride()}")
+    k_strides, v_strides = k.stride(), v.stride()
+    if k_strides[3] != 1 or v_strides[3] != 1:
+        raise ValueError(f"head_dim must be innermost with stride 1, got strides {k_strides} and {v_strides}")
     return LayerOperands(
         k_cache=k,
         v_cache=v,
         v_offset=0,
         control=None,
-        num_blocks=k.shape[0],
-        block_size=k.shape[1],
-        num_kv_heads=k.shape[2],
-        head_dim=k.shape[3],
-        v_head_dim=v.shape[3],
-        k_strides=(k.stride(0), k.stride(1), k.stride(2)),
-        v_strides=(v.stride(0), v.stride(1), v.stride(2)),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_shape[3],
+        k_strides=k_strides[:3],
+        v_strides=v_strides[:3],
     )
 
 

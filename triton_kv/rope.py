@@ -13,7 +13,7 @@ import triton
 from triton_kv.choices import Hardware, hardware_of
 from triton_kv.kernels.rope import rope_write_kernel
 from triton_kv.launch import Launch, eager, interpreted, register
-from triton_kv.launch_cache import LaunchCache, described
+from triton_kv.launch_cache import LaunchCache, described, run_prepared
 from triton_kv.layer import WRITTEN_OPERANDS_SCHEMA, LayerCache, LayerOperands, operands_of
 from triton_kv.writing import check_rows, scatter
 
@@ -268,7 +268,8 @@ _CALLS = LaunchCache(
 def _write_known(call: RopeCall, operands: LayerOperands) -> None:
     """An eager call on a GPU: what launches of one geometry have in common is made once."""
     key = (
-        *(described(tensor) for tensor in (*call.tensors, operands.v_cache)),
+        *map(described, call.tensors),
+        described(operands.v_cache),
         call[9:],
         operands.k_cache.data_ptr() % 16,
         operands.v_offset,
@@ -277,12 +278,15 @@ def _write_known(call: RopeCall, operands: LayerOperands) -> None:
         operands.device,
         operands[4:],
     )
-    if not _CALLS.knows(key):
-        _check(call, operands)
-    if call.k.shape[0] == 0:
-        return
+    prepared = _CALLS.find(key)
     v_cache = operands.k_cache if operands.v_cache is None else operands.v_cache
     tensors = (call.q_out, call.source, *call.tensors[2:], operands.k_cache, v_cache, operands.control)
+    if prepared is not None:
+        run_prepared(prepared, call.k.device, tensors)
+        return
+    _check(call, operands)
+    if call.k.shape[0] == 0:
+        return
     _CALLS.run(key, call.k.device, tensors, lambda: (rope_launch(call, operands, hardware_of(operands.device)),))
 
 

@@ -11,7 +11,7 @@ import torch
 
 from triton_kv.kernels.write import write_kernel
 from triton_kv.launch import Launch, eager, interpreted, register
-from triton_kv.launch_cache import LaunchCache, described
+from triton_kv.launch_cache import LaunchCache, described, run_prepared
 from triton_kv.layer import WRITTEN_OPERANDS_SCHEMA, LayerCache, LayerOperands, operands_of
 
 # The control block's kinds: a slot at or past the bound, and a position outside the cos/sin cache.
@@ -61,7 +61,10 @@ _CALLS = LaunchCache(("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr", "slot_mapp
 def _write_known(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot_mapping: torch.Tensor) -> None:
     """An eager call on a GPU: what launches of one geometry have in common is made once."""
     key = (
-        *(described(tensor) for tensor in (k, v, slot_mapping, operands.v_cache)),
+        described(k),
+        described(v),
+        described(slot_mapping),
+        described(operands.v_cache),
         operands.k_cache.data_ptr() % 16,
         operands.v_offset,
         operands.control is None,
@@ -69,12 +72,15 @@ def _write_known(k: torch.Tensor, v: torch.Tensor, operands: LayerOperands, slot
         operands.device,
         operands[4:],
     )
-    if not _CALLS.knows(key):
-        check_rows(k, v, operands, slot_mapping)
-    if k.shape[0] == 0:
-        return
+    prepared = _CALLS.find(key)
     v_cache = operands.k_cache if operands.v_cache is None else operands.v_cache
     tensors = (k, v, operands.k_cache, v_cache, slot_mapping, operands.control)
+    if prepared is not None:
+        run_prepared(prepared, k.device, tensors)
+        return
+    check_rows(k, v, operands, slot_mapping)
+    if k.shape[0] == 0:
+        return
     _CALLS.run(key, k.device, tensors, lambda: (write_launch(k, v, operands, slot_mapping),))
 
 
