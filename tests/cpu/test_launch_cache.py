@@ -1,11 +1,19 @@
 """LaunchCache: the second call of a key launches what the first one compiled, with its own tensors."""
 
-import torch
+import weakref
 
+import pytest
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from triton_kv import compiled_launch
+from triton_kv.compiled_launch import current_stream
 from triton_kv.launch import Launch
 from triton_kv.launch_cache import LaunchCache, SameLaunch, described
 
 CPU = torch.device("cpu")
+GPU = torch.device("cuda", 3)
 
 
 class Compiled:
@@ -78,12 +86,121 @@ def test_the_same_launch_is_prepared_once():
     assert kernel.compiled.calls == [((3, 1, 1), (tensor.data_ptr(), None, 7, 16))] * 2
 
 
-def test_a_template_keeps_no_tensor_alive():
-    kernel, cache = Kernel(), LaunchCache(("a_ptr",))
-    tensor = torch.zeros(2)
-    cache.run("key", CPU, (tensor,), lambda: [launch(kernel, a_ptr=tensor)])
-    ((prepared,),) = cache._known.values()
-    assert prepared.arguments == [None]
+def test_no_tensor_is_kept_alive():
+    kernel = Kernel()
+    cache = LaunchCache(("a_ptr", "work_ptr"), derived={"a_desc": "a_ptr", "marks_ptr": "work_ptr"})
+
+    def call():
+        tensor, work = torch.zeros(4, 16), torch.zeros(64)
+        arguments = {"a_ptr": tensor, "a_desc": boxes(tensor), "work_ptr": work, "marks_ptr": work[16:]}
+        cache.run("key", CPU, (tensor, None), lambda: [launch(kernel, **arguments)])
+        kernel.calls.clear()
+        return weakref.ref(tensor), weakref.ref(work)
+
+    for _ in range(2):
+        assert [alive() for alive in call()] == [None, None]
+    assert cache.knows("key")
+
+
+def boxes(tensor):
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 16])
+
+
+def test_descriptors_and_views_follow_the_tensors_of_a_call():
+    kernel = Kernel()
+    cache = LaunchCache(("q_ptr", "k_cache_ptr"), derived={"q_desc": "q_ptr", "v_desc": "k_cache_ptr"})
+    first, second = ((torch.zeros(4, 16), torch.zeros(2, 8, 16)) for _ in range(2))
+
+    def build():
+        q, cache_ = first
+        return [launch(kernel, q_desc=boxes(q), v_desc=boxes(cache_[1]), k_cache_ptr=cache_, size=5)]
+
+    cache.run("key", CPU, first, build)
+    for q, both in (second, first):
+        cache.run("key", CPU, (q, both), build)
+        _, (q_desc, v_desc, k_ptr, size) = kernel.compiled.calls.pop()
+        assert (q_desc.base.data_ptr(), k_ptr, size) == (q.data_ptr(), both.data_ptr(), 5)
+        assert v_desc.base.data_ptr() == both[1].data_ptr()
+        assert type(q_desc) is TensorDescriptor
+        assert (q_desc.shape, q_desc.strides, q_desc.block_shape) == ([4, 16], [16, 1], [1, 16])
+        assert v_desc.shape == [8, 16]
+    assert len(kernel.calls) == 1
+
+
+def test_a_tensor_that_launches_share_and_a_call_does_not_bring_is_made_anew():
+    kernel = Kernel()
+    cache = LaunchCache(("q_ptr", "work_ptr"), derived={"marks_ptr": "work_ptr"})
+    q, given = torch.zeros(2), torch.zeros(40, dtype=torch.int32)
+
+    def build(work):
+        marks = work[24:].view(torch.int8)
+        return [launch(kernel, work_ptr=work, marks_ptr=marks), launch(kernel, q_ptr=q, work_ptr=work)]
+
+    cache.run("none", CPU, (q, None), lambda: build(torch.empty(40, dtype=torch.int32)))
+    cache.run("given", CPU, (q, given), lambda: build(given))
+    assert cache.find("none").temporaries == [(1, (40,), torch.int32)]
+    assert cache.find("given").temporaries == []
+    for key, work in (("none", None), ("given", given)):
+        cache.run(key, CPU, (q, work), None)
+        (_, (listed, marks)), (_, (q_ptr, walked)) = kernel.compiled.calls
+        assert listed == walked != 0
+        assert marks == listed + 24 * 4
+        assert q_ptr == q.data_ptr()
+        if work is not None:
+            assert listed == work.data_ptr()
+        kernel.compiled.calls.clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        pytest.param("marks_ptr", torch.zeros(4), id="derived-from-another-storage"),
+        pytest.param("q_ptr", torch.zeros(4), id="another-tensor-than-the-call's"),
+        pytest.param("v_desc", boxes(torch.zeros(4, 16)), id="a-descriptor-of-another-tensor"),
+        pytest.param("mystery_desc", boxes(torch.zeros(4, 16)), id="a-descriptor-that-is-not-named"),
+        pytest.param("config", ("a", 1), id="a-tuple"),
+        pytest.param("config", torch.float16, id="a-dtype"),
+    ],
+)
+def test_other_arguments_are_prepared_each_time(name, value):
+    kernel = Kernel()
+    cache = LaunchCache(("q_ptr",), derived={"marks_ptr": "q_ptr", "v_desc": "q_ptr"})
+    q = torch.zeros(4)
+    for _ in range(2):
+        cache.run("key", CPU, (q,), lambda: [launch(kernel, **{"q_ptr": q, name: value})])
+    assert len(kernel.calls) == 2
+    assert not cache.knows("key")
+
+
+def test_the_runner_launches_where_hooks_are_set(monkeypatch):
+    monkeypatch.setattr(compiled_launch, "_stream_handle", lambda index: 100 + index)
+    runtime = triton.knobs.runtime
+    assert current_stream(GPU) == 103
+    assert current_stream(CPU) is None
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime, name, lambda metadata: None)
+            assert current_stream(GPU) is None
+            patch.setattr(runtime, name, None)
+            assert current_stream(GPU) == 103
+        chain = getattr(runtime, name)
+        chain.add(print)
+        try:
+            assert current_stream(GPU) is None
+        finally:
+            chain.remove(print)
+    assert current_stream(GPU) == 103
+    monkeypatch.setattr(compiled_launch, "_stream_handle", None)
+    assert current_stream(GPU) is None
+
+
+def test_a_call_asks_for_the_stream_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr("triton_kv.launch_cache.current_stream", lambda device: asked.append(device))
+    kernel, cache, q = Kernel(), LaunchCache(("q_ptr",)), torch.zeros(4)
+    for _ in range(3):
+        cache.run("key", CPU, (q,), lambda: [launch(kernel, q_ptr=q)] * 2)
+    assert asked == [CPU] * 2
 
 
 def test_a_description_tells_shapes_strides_types_and_alignment_apart():
