@@ -65,14 +65,15 @@ def current_stream(device: torch.device) -> int | None:
     return _stream_handle(device.index)
 
 
+_Described = tuple[int, int, int, "Callable[[int], Any]"]
+
+
 class _Template(NamedTuple):
     """Arguments of a launch but for addresses."""
 
     values: list[Any]  # None where an address goes
     pointers: list[tuple[int, int, int]]  # position in `values`, index of the call's tensor, bytes from its start
-    described: list[
-        tuple[int, int, int, Callable[[int], Any]]
-    ]  # likewise, and what stands for the tensor at an address
+    described: list[_Described]  # likewise, and what describes a tensor at an address
 
     def at(self, addresses: Sequence[int | None]) -> list[Any]:
         values = self.values.copy()
@@ -119,15 +120,23 @@ class CompiledLaunch:
         for position, _, _ in pointers:
             self._public.values[position] = None
 
+    @property
+    def can_move(self) -> bool:
+        """Whether descriptors can be moved: Triton's launcher is known, and took them with a bare address as base."""
+        return self._direct is not None or not self._public.described
+
     def run(self, addresses: Sequence[int | None], stream: int | None) -> None:
         """Launches on the current device, on the stream that `current_stream` gave. Does not synchronise."""
-        if stream is None or self._launcher is None or self._direct is None:
+        direct = self._direct
+        if stream is None or direct is None:
             self._runner(*self._public.at(addresses))
         else:
-            self._launcher(stream, self._direct.at(addresses))
+            self._launcher(stream, direct.at(addresses))  # type: ignore[misc]
 
     def _expanded(self, launcher: Launcher, arguments: dict[str, Any]) -> _Template | None:
         """The arguments as the launcher takes them, where a descriptor is a tensor map and integers behind it."""
+        if list(arguments) != launcher.parameters:
+            return None
         template = _Template([], [], [])
         places = []
         for name, value in arguments.items():

@@ -38,7 +38,8 @@ class LaunchCache:
     Triton binds, specialises and hashes every argument of a launch anew (docs/decode.md, host cost).
     A key must hold whatever shapes the launches' integers, constexprs, descriptors and specialisation: shapes, strides,
     dtypes, which tensors are None, the device, and the alignment of pointers that are specialised on or described.
-    Launches whose other arguments hold tensors are not kept, and prepared anew in each call.
+    Launches whose other arguments hold tensors are not kept, and prepared anew in each call; nor are descriptors where
+    Triton's launcher is not known.
 
     `names`: the kernels' parameters that take the tensors, in the order in which a call passes them. Where a call
     passes None and its launches have a tensor, each later call gets a new one of that shape.
@@ -113,7 +114,10 @@ class LaunchCache:
                 if tensor is value:
                     arguments[name] = value.data_ptr()
                 pointers.append(Pointer(position, index, offset_bytes))
-            prepared.append(CompiledLaunch(kernel, launch.grid, arguments, pointers, self._maps))
+            again = CompiledLaunch(kernel, launch.grid, arguments, pointers, self._maps)
+            if not again.can_move:
+                return None
+            prepared.append(again)
         return Prepared(prepared, temporaries)
 
 

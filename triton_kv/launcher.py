@@ -33,6 +33,7 @@ class Launcher:
         self._around = around
         self._grid = grid
         self._signature: dict[str, Any] = dict(compiled.src.signature)
+        self.parameters = list(self._signature)  # of the kernel
         described = [name for name, kind in self._signature.items() if _is_descriptor_type(kind)]
         self._metadata = dict(zip(described, getattr(compiled.metadata, "tensordesc_meta", None) or (), strict=True))
         self.launch = launch
@@ -59,8 +60,6 @@ class Launcher:
 
     def takes(self, arguments: dict[str, Any], values: list[Any], maps: Sequence[int]) -> bool:
         """Whether Triton hands `values` to the launcher for the kernel's `arguments`, maps at `maps` aside."""
-        if list(arguments) != list(self._signature):
-            return False
         received = self._kernel_arguments(self._signature, list(arguments.values()))
         if len(received) != len(values):
             return False

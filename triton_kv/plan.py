@@ -175,19 +175,18 @@ class AttentionPlan:
     ) -> Workspace | None:
         """The workspace for one call; None where the call needs none. Raises `ValueError` where the two do not fit."""
         batch = Batch.of(metadata)
-        asked = {
-            "the layer's geometry": (_geometry_of(operands), self._geometry),
-            "num_query_heads": (q.shape[1], self._num_query_heads),
-            "window": (window, self.window),
-            "batch_invariant": (batch_invariant, self.batch_invariant),
-        }
-        for name, (found, planned) in asked.items():
-            if found != planned:
-                raise ValueError(f"{name} is {found}, but the plan was made for {planned}: make another one")
-        if self._prepared != (batch.num_seqs, batch.queries):
+        asked = (_geometry_of(operands), q.shape[1], window, batch_invariant)
+        made_for = (self._geometry, self._num_query_heads, self.window, self.batch_invariant)
+        if asked != made_for:
+            names = ("the layer's geometry", "num_query_heads", "window", "batch_invariant")
+            for name, found, planned in zip(names, asked, made_for, strict=True):
+                if found != planned:
+                    raise ValueError(f"{name} is {found}, but the plan was made for {planned}: make another one")
+        step = (batch.num_seqs, batch.queries)
+        if self._prepared != step:
             raise ValueError(
-                f"the plan was prepared for (sequences, query tokens) {self._prepared}, but the metadata has "
-                f"{(batch.num_seqs, batch.queries)}: call plan.prepare(metadata) first in each step"
+                f"the plan was prepared for (sequences, query tokens) {self._prepared}, but the metadata has {step}: "
+                "call plan.prepare(metadata) first in each step"
             )
         if not self._runs_kernels:
             return None
