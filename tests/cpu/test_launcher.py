@@ -24,10 +24,9 @@ class Driver:
     """As much of a CUDA driver as launching asks for. A tensor map is a tuple of what it was made of."""
 
     def __init__(self):
-        self.launches, self.encoded = [], []
+        self.launches, self.encoded, self.kernels = [], [], []
         encode = self._encode
         self.utils = SimpleNamespace(fill_tma_descriptor=encode, fill_tma_descriptor_tiled=encode)
-        self.utils.unload_module = lambda module: None
 
     def _encode(self, base, *geometry):
         self.encoded.append(base)
@@ -48,11 +47,20 @@ def recorder():
     before, found = driver._active, Driver()
     driver.set_active(found)
     yield found
+    for kernel in found.kernels:  # else `__del__` would unload them, by whatever driver is active then
+        kernel.module = None
     driver.set_active(before)
 
 
-SIGNATURE = {"q_ptr": "*fp16", "k_desc": "tensordesc<fp16[1, 16]>", "size": "i32", "v_desc": "tensordesc<fp16[1, 16]>"}
-SIGNATURE |= {"lse_ptr": "constexpr", "v_ptr": "*fp16", "BLOCK": "constexpr"}
+SIGNATURE = {
+    "q_ptr": "*fp16",
+    "k_desc": "tensordesc<fp16[1, 16]>",
+    "size": "i32",
+    "v_desc": "tensordesc<fp16[1, 16]>",
+    "lse_ptr": "constexpr",
+    "v_ptr": "*fp16",
+    "BLOCK": "constexpr",
+}
 BOX = {"swizzle": 1, "elem_size": 2, "elem_type": 6, "block_size": [1, 16], "fp4_padded": False}
 
 
@@ -72,7 +80,7 @@ def compiled_kernel(recorder, *, signature=SIGNATURE, **attributes):
     kernel.metadata = SimpleNamespace(tensordesc_meta=maps)
     kernel.name, kernel.packed_metadata, kernel.function = "kernel", (4, 1, 0), 1234
     kernel.module, kernel._run = 1, run
-    kernel._module_pid = kernel.metadata_group = kernel.hash = None  # for `__del__`
+    recorder.kernels.append(kernel)
     return kernel
 
 
