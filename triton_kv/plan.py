@@ -92,6 +92,7 @@ class AttentionPlan:
         )
         self._prepared: tuple[int, int] | None = None  # sequences and query tokens of the step
         self._has_chunks = False
+        self._workspace: Workspace | None = None  # of the step on the decode kernels, shared by its layers
         self._listed: tuple[int, int, int] | None = None  # sequences, tokens, most of a sequence in the work list
         elements, num_chunks = self._sizes() if self._runs_kernels else (0, 0)
         self._partials = torch.empty(elements, dtype=torch.float32, device=operands.device)
@@ -124,7 +125,7 @@ class AttentionPlan:
         sequences or query tokens than the plan was made for.
         """
         batch = Batch.of(metadata)
-        self._prepared = self._listed = None  # what is refused is not prepared
+        self._prepared = self._listed = self._workspace = None  # what is refused is not prepared
         self._has_chunks = goes_to_decode(batch, self._group)
         self._prepare(batch, metadata.num_tokens)
         self._prepared = (batch.num_seqs, batch.queries)
@@ -149,6 +150,7 @@ class AttentionPlan:
             return
         choice = choice_of(batch, self._num_query_heads, self._operands, self._hardware, self.batch_invariant)
         chunks = self._chunks[: choice.num_chunks]
+        self._workspace = Workspace(self._partials, chunks)
         prepare_launch(self._operands, batch, self.window, choice, chunks).run(self._operands.device)
 
     def _list_work(self, batch: Batch, num_tokens: int) -> None:
@@ -205,6 +207,8 @@ class AttentionPlan:
                 "the plan was prepared for the kernel of use_prefill_kernel: call plan.prepare(metadata) under "
                 "the same choice as the layers"
             )
+        if self._workspace is not None:
+            return self._workspace
         choice = choice_of(batch, self._num_query_heads, operands, self._hardware, self.batch_invariant)
         return Workspace(self._partials, self._chunks[: choice.num_chunks])
 
