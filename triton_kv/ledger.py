@@ -391,14 +391,13 @@ class MemoryLedger:
     def graph_bytes(self) -> int:
         """What capture (and replaying every graph once) took: pools, workspaces, communicator buffers.
 
-        Call `torch.cuda.empty_cache()` in the stage before: a capture begins with it, and the memory that torch gives
-        back there (the profile run's) would count against what graphs take. What a plan asks for is right either way.
+        Memory that torch holds ready for reuse counts at neither end: a capture begins by giving it back.
         """
         if (capture := self.find("capture")) is None:
             return 0
         before = self.stages[self.stages.index(capture) - 1] if self.stages[0] is not capture else None
-        start_torch = before.torch_bytes if before else 0
-        return max(capture.torch_bytes - start_torch, 0) + self._grown["capture"]
+        start_torch = before.torch_bytes - before.reusable_bytes if before else 0
+        return max(capture.torch_bytes - capture.reusable_bytes - start_torch, 0) + self._grown["capture"]
 
     def find(self, name: str) -> StageRecord | None:
         """The stage of this name, if it was completed."""

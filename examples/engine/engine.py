@@ -76,8 +76,6 @@ class Engine:
         with ledger.stage("compile kernels"):
             heads = config.num_query_heads
             tkv.compile_kernels(self.cache, heads, max_seqs=options.max_seqs, max_tokens=options.max_tokens)
-            if model.device.type == "cuda":
-                torch.cuda.empty_cache()  # capture would, and what it frees hide what graphs take
         with ledger.stage("capture") as notes:
             batches = [size for size in options.graph_sizes if size <= options.max_seqs and model.device.type == "cuda"]
             self.runner.capture(self.cache, batches)

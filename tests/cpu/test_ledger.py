@@ -131,6 +131,17 @@ def test_a_neighbour_inside_a_stage_where_the_driver_tells(mib):
     assert_sound(ledger)
 
 
+def test_memory_given_back_before_a_capture_does_not_hide_what_graphs_take():
+    script = Script()
+    ledger = tkv.MemoryLedger(reader=script)
+    with ledger.stage("profile run"):
+        script.reserved, script.allocated, script.reusable = 300, 200, 100
+    with ledger.stage("capture"):
+        script.reserved, script.reusable = 240, 0  # 100 given back as it begins, 40 for the graphs' pools
+    assert ledger.graph_bytes == 40 * MIB
+    assert_sound(ledger)
+
+
 def assert_sound(ledger):
     for stage in ledger.stages:
         amounts = stage.torch_bytes, stage.cache_bytes, stage.other_bytes, stage.outside_bytes, stage.free_bytes
