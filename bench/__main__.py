@@ -1,4 +1,4 @@
-"""The command line: `python -m bench list | run | compare | plot | report | tune`."""
+"""The command line: `python -m bench list | run | compare | plot | report | tune | profile`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.record import BadRecordError, is_test_record, read_record
+from bench.record import BadRecordError, has_timings, read_record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,6 +59,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     tune = commands.add_parser("tune", help="launch choices of decode attention side by side, on a GPU")
     tune.add_argument("--case", default="*", help="only ids that match one of these patterns, separated by commas")
     tune.add_argument("--out", type=Path, help="a .json file with all of them")
+
+    profile = commands.add_parser("profile", help="hardware counters of attention kernels, by Nsight Compute")
+    profile.add_argument("--case", help="only ids that match one of these patterns, separated by commas")
+    profile.add_argument("--out", type=Path, help="a .json file for the record")
 
     worker = commands.add_parser("worker")  # the measuring process of `run`
     worker.add_argument("options")
@@ -145,6 +149,16 @@ def _tune(asked: argparse.Namespace) -> int:
     return OK if tune(asked.case, asked.out)["cases"] else USAGE
 
 
+def _profile(asked: argparse.Namespace) -> int:
+    from bench.profile import DEFAULT_CASES, profile
+
+    try:
+        return OK if profile(asked.case or DEFAULT_CASES, asked.out)["profiles"] else USAGE
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE
+
+
 def _worker(asked: argparse.Namespace) -> int:
     from bench.run import RunOptions, run
 
@@ -172,13 +186,13 @@ def _plot(asked: argparse.Namespace) -> int:
 
 
 def _measured(paths: Sequence[str]) -> list[dict[str, Any]]:
-    """The records with measured cases. Those of test runs are named and left out."""
+    """The records with measured cases. Those of test runs and profiles are named and left out."""
     records = []
     for path in paths:
-        if is_test_record(path):
-            print(f"{path} holds test results, not timings: left out", file=sys.stderr)
-        else:
+        if has_timings(path):
             records.append(read_record(path))
+        else:
+            print(f"{path} holds test results or counters, not timings: left out", file=sys.stderr)
     return records
 
 

@@ -58,13 +58,13 @@ def read_record(path: Path | str) -> dict[str, Any]:
     return record
 
 
-def is_test_record(path: Path | str) -> bool:
-    """Whether a file is a record of `bench.gpu_tests`: outcomes of tests instead of cases."""
+def has_timings(path: Path | str) -> bool:
+    """Whether a file is not plainly another record: outcomes of tests (`bench.gpu_tests`) or counters (`profile`)."""
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    return isinstance(record, dict) and "counts" in record and "cases" not in record
+        return True  # reading it says what is wrong
+    return not isinstance(record, dict) or "cases" in record or not ("counts" in record or "profiles" in record)
 
 
 def problems_of(record: Any) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 
 import bench.run
 from bench.__main__ import QUICK_PREPARE_S, main
-from bench.record import is_test_record, problems_of, read_record
+from bench.record import has_timings, problems_of, read_record
 from bench.run import RunOptions, run
 from bench.suites import NAMES, load_suite
 
@@ -122,7 +122,7 @@ def test_a_quick_run_that_uses_up_its_preparation_is_in_time():
 RECORDS = sorted((Path(bench.run.RESULTS) / "h200").glob("*.json"))
 
 
-@pytest.mark.parametrize("path", [path for path in RECORDS if not is_test_record(path)], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in RECORDS if has_timings(path)], ids=lambda path: path.stem)
 def test_estimates_are_those_of_the_records(path):
     """What the cases of a record took is at most a fifth above the suite's estimate for as many."""
     record = read_record(path)
