@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import triton
 
+from triton_kv.launch import raw_stream
 from triton_kv.launcher import find_launcher
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ _MAX_TENSOR_MAPS = 4096  # of one table; a map and its key take about 500 bytes
 TensorMaps = dict[tuple[int, int], Any]  # by the number of the descriptor and the base address
 
 _runtime = triton.knobs.runtime
-_stream_handle: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _numbers = count()
 
 
@@ -56,13 +56,13 @@ def current_stream(device: torch.device) -> int | None:
 
     That is where Triton's launch hooks are set, which the runner calls.
     """
-    if device.type != "cuda" or device.index is None or _stream_handle is None:
+    if device.type != "cuda":
         return None
     enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     # An empty chain of hooks calls nobody, though the runner prepares for it.
     if (enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True)):
         return None
-    return _stream_handle(device.index)
+    return raw_stream(device)
 
 
 _Described = tuple[int, int, int, "Callable[[int], Any]"]

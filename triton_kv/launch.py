@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _function_mode_at = torch._C._get_function_stack_at
+_stream_handle: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 LIBRARY = torch.library.Library("triton_kv", "DEF")
@@ -83,6 +84,13 @@ def on_device(device: torch.device | None) -> AbstractContextManager[None]:
     return torch.cuda.device(device)
 
 
+def raw_stream(device: torch.device) -> int:
+    """The handle of a CUDA device's current stream."""
+    if _stream_handle is None:
+        return torch.cuda.current_stream(device).cuda_stream
+    return _stream_handle(torch.cuda.current_device() if device.index is None else device.index)
+
+
 def register(name: str, schema: str, implementation: Callable[..., None]) -> Any:
     """Define `triton_kv::<name><schema>` for CPU and CUDA tensors and return the op.
 
@@ -139,4 +147,4 @@ def count_compilations() -> Iterator[list[str]]:
         triton.knobs.runtime.jit_cache_hook = previous
 
 
-__all__ = ["LIBRARY", "Launch", "count_compilations", "eager", "interpreted", "on_device", "register"]
+__all__ = ["LIBRARY", "Launch", "count_compilations", "eager", "interpreted", "on_device", "raw_stream", "register"]

@@ -12,16 +12,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from triton_kv.errors import CaptureError, Unavailable
+from triton_kv.errors import Unavailable
 from triton_kv.kernels.unpack import unpack_kernel
-from triton_kv.launch import Launch, interpreted, on_device
+from triton_kv.launch import Launch, interpreted
 from triton_kv.launch_cache import SameLaunch
 from triton_kv.spec import positive_int
+from triton_kv.upload import Upload
 
 # Words in front of the slots: num_tokens, num_seqs, then room that keeps the 8-byte slots aligned to a cache line.
 _HEADER_WORDS = 32
 # A step may be packed while the copies of the two before it are in flight; the fourth waits for the first.
-_STAGING_BUFFERS = 3
+_NUM_UPLOADS = 3
 _MAX_VIEWS = 1024
 _INT32_MAX = 2**31 - 1
 
@@ -164,10 +165,9 @@ class AttentionBuffers:
         self._slot_mapping = torch.full((self.max_tokens,), -1, dtype=torch.int64, device=device)
         num_words = _HEADER_WORDS + 2 * self.max_tokens + self.max_seqs * (4 + self.max_blocks_per_seq) + 1
         num_words += num_words % 2  # so that the words can be seen in pairs, as slots
-        on_gpu = device.type == "cuda"
-        self._staging = [_Staging(num_words, device) for _ in range(_STAGING_BUFFERS if on_gpu else 1)]
+        self._packed = int32(num_words)
+        self._uploads = [Upload(self._packed) for _ in range(_NUM_UPLOADS if device.type == "cuda" else 1)]
         self._turn = 0
-        self._packed = int32(num_words) if on_gpu else self._staging[0].tensor
         self._one_token_starts = np.arange(self.max_seqs + 1, dtype=np.int32)
         self._views: dict[tuple[int, int, int | None], AttentionMetadata] = {}
         #: The unpack kernel's one launch. `compile()` it before capture where no fill runs before.
@@ -219,11 +219,12 @@ class AttentionBuffers:
             self._check_queries(queries, lens, num_tokens)
             max_query_len = max(int(queries.max(initial=0)), 1)
 
-        staging = self._take_staging()
-        words = staging.words
+        upload = self._uploads[self._turn]
+        upload.wait("AttentionBuffers.fill")
+        words = upload.words
         words[0] = num_tokens
         words[1] = num_seqs
-        staging.pairs[_HEADER_WORDS // 2 : _HEADER_WORDS // 2 + num_tokens] = slots
+        upload.pairs[_HEADER_WORDS // 2 : _HEADER_WORDS // 2 + num_tokens] = slots
         at = _HEADER_WORDS + 2 * num_tokens
         words[at : at + num_seqs] = _int32("seq_lens", lens)
         at += num_seqs
@@ -236,7 +237,7 @@ class AttentionBuffers:
         starts, counts = words[at : at + num_seqs], words[at + num_seqs : at + 2 * num_seqs]
         at += 2 * num_seqs
         at += self._pack_tables(block_tables, lens, starts, counts, words[at:])
-        self._send(staging, at)
+        self._send(upload, at)
         return self.view(num_tokens, num_seqs, max_query_len)
 
     def view(self, num_tokens: int, num_seqs: int, max_query_len: int | None = None) -> AttentionMetadata:
@@ -366,42 +367,16 @@ class AttentionBuffers:
             f"but its block table row has {counts[row]}"
         )
 
-    def _take_staging(self) -> _Staging:
-        """The staging buffer whose turn it is, once the copy that last read it has run."""
-        staging = self._staging[self._turn]
-        if staging.copied is not None:
-            with on_device(self.device):
-                if torch.cuda.is_current_stream_capturing():
-                    raise CaptureError("AttentionBuffers.fill")
-            staging.copied.synchronize()
-        return staging
-
-    def _send(self, staging: _Staging, num_words: int) -> None:
+    def _send(self, upload: Upload, num_words: int) -> None:
         """Queue the copy and the unpack kernel; on the CPU the static tensors are written before it returns."""
-        if staging.copied is None:
-            if interpreted(unpack_kernel):
-                self.launch.run()
-            else:
-                unpack_reference(
-                    self._packed, self._block_table, self._seq_lens, self._query_start_loc, self._slot_mapping
-                )
-            return
-        with on_device(self.device):
-            self._packed[:num_words].copy_(staging.tensor[:num_words], non_blocking=True)
-            staging.copied.record()
+        if self.device.type == "cuda":
+            upload.send(num_words)
             self._unpack.run(self.device)
-        self._turn = (self._turn + 1) % len(self._staging)
-
-
-class _Staging:
-    """Host memory that one step is packed into, and the event after the copy that reads it."""
-
-    def __init__(self, num_words: int, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        self.tensor = torch.zeros(num_words, dtype=torch.int32, pin_memory=on_gpu)
-        self.words: npt.NDArray[np.int32] = self.tensor.numpy()
-        self.pairs: npt.NDArray[np.int64] = self.words.view(np.int64)
-        self.copied = torch.cuda.Event() if on_gpu else None
+            self._turn = (self._turn + 1) % len(self._uploads)
+        elif interpreted(unpack_kernel):
+            self.launch.run()
+        else:
+            unpack_reference(self._packed, self._block_table, self._seq_lens, self._query_start_loc, self._slot_mapping)
 
 
 def unpack_launch(

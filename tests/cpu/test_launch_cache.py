@@ -1,6 +1,7 @@
 """LaunchCache: the second call of a key launches what the first one compiled, with its own tensors."""
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -202,7 +203,7 @@ def test_descriptors_are_not_kept_for_a_launcher_that_is_not_known():
 
 
 def test_the_runner_launches_where_hooks_are_set(monkeypatch):
-    monkeypatch.setattr(compiled_launch, "_stream_handle", lambda index: 100 + index)
+    monkeypatch.setattr("triton_kv.launch._stream_handle", lambda index: 100 + index)
     runtime = triton.knobs.runtime
     assert current_stream(GPU) == 103
     assert current_stream(CPU) is None
@@ -219,8 +220,9 @@ def test_the_runner_launches_where_hooks_are_set(monkeypatch):
         finally:
             chain.remove(print)
     assert current_stream(GPU) == 103
-    monkeypatch.setattr(compiled_launch, "_stream_handle", None)
-    assert current_stream(GPU) is None
+    monkeypatch.setattr("triton_kv.launch._stream_handle", None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=200 + device.index))
+    assert current_stream(GPU) == 203
 
 
 def test_a_call_asks_for_the_stream_once(monkeypatch):

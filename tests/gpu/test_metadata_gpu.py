@@ -1,5 +1,7 @@
 """AttentionBuffers on a GPU: one copy and one kernel a step, asynchronous, seen by the graphs captured over them."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -77,7 +79,7 @@ def test_a_fill_never_overwrites_a_copy_in_flight():
     buffers.dummy(MAX_SEQS, MAX_SEQS)
     torch.cuda.synchronize()
     seen = []
-    for i in range(9):  # three turns of the staging buffers
+    for i in range(9):  # three turns of the uploads
         torch.cuda._sleep(LONG // 10)
         buffers.fill(np.full((MAX_SEQS, MAX_BLOCKS), i, np.int32), [i + 1] * MAX_SEQS, [i * 10] * MAX_SEQS)
         seen.append([tensor.clone() for tensor in static_tensors(buffers)])
@@ -96,7 +98,7 @@ def test_fill_and_view_do_not_wait():
     held.record()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _, *step in STEPS[:3]:  # as many as there are staging buffers
+        for _, *step in STEPS[:3]:  # as many as there are uploads
             buffers.fill(*step)
             buffers.view(7, 3)
     finally:
@@ -155,6 +157,37 @@ def test_a_fill_inside_a_capture_is_refused_and_the_capture_goes_on():
     graph.replay()
     assert x.tolist() == [2.0] * 4
     check_step(buffers, *STEPS[0][1:])
+
+
+def test_buffers_dropped_under_a_copy_in_flight_keep_what_it_reads():
+    for i in range(4):
+        buffers = make_buffers(device=CUDA)
+        buffers.dummy(MAX_SEQS, MAX_SEQS)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(LONG // 10)
+        kept = buffers.fill(np.full((MAX_SEQS, MAX_BLOCKS), i, np.int32), [i + 1] * MAX_SEQS, [i] * MAX_SEQS)
+        num_words = len(buffers._uploads[0].words)
+        del buffers
+        gc.collect()
+        others = [torch.full((num_words,), -5, dtype=torch.int32).pin_memory() for _ in range(6)]
+        torch.cuda.synchronize()
+        assert kept.block_table.eq(i).all()
+        assert kept.seq_lens.eq(i + 1).all()
+        del others
+
+
+def test_buffers_dropped_inside_a_capture_do_not_end_it():
+    buffers = make_buffers(device=CUDA)
+    buffers.fill(*STEPS[0][1:])
+    x = torch.zeros(4, device=CUDA)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x += 1
+        del buffers
+        gc.collect()
+        x += 1
+    graph.replay()
+    assert x.tolist() == [2.0] * 4
 
 
 def test_the_current_stream_is_used():
