@@ -4,6 +4,30 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def copy_words(
+    source_address, target_address, num_bytes, chunk, valid, BLOCK_WORDS: tl.constexpr, ALIGNMENT: tl.constexpr
+):
+    """Copies words [chunk * BLOCK_WORDS, + BLOCK_WORDS) of num_bytes, where `valid`; ALIGNMENT as in the kernels."""
+    word = tl.arange(0, BLOCK_WORDS)  # [BLOCK_WORDS]
+    if ALIGNMENT == 1:
+        left = tl.minimum(num_bytes - chunk * BLOCK_WORDS, BLOCK_WORDS).to(tl.int32)
+        first = chunk * BLOCK_WORDS
+        source_ptr = (source_address + first).to(tl.pointer_type(tl.int8))
+        target_ptr = (target_address + first).to(tl.pointer_type(tl.int8))
+    else:
+        left = tl.minimum(num_bytes // 4 - chunk * BLOCK_WORDS, BLOCK_WORDS).to(tl.int32)
+        first = chunk * (BLOCK_WORDS * 4)
+        source_ptr = (source_address + first).to(tl.pointer_type(tl.int32))
+        target_ptr = (target_address + first).to(tl.pointer_type(tl.int32))
+        if ALIGNMENT == 16:
+            left = tl.multiple_of(left, 4)
+            source_ptr = tl.multiple_of(source_ptr, 16)
+            target_ptr = tl.multiple_of(target_ptr, 16)
+    mask = (word < left) & valid
+    tl.store(target_ptr + word, tl.load(source_ptr + word, mask=mask, other=0), mask=mask)
+
+
 @triton.jit(do_not_specialize_on_alignment=["pairs_ptr", "control_ptr"])
 def copy_blocks_kernel(
     table_ptr,  # [num_segments, 3] int64: address of source block 0, of target block 0, bytes a block
@@ -44,20 +68,4 @@ def copy_blocks_kernel(
     num_bytes = tl.load(table_ptr + segment * 3 + 2)
     source_address = tl.load(table_ptr + segment * 3) + source * num_bytes
     target_address = tl.load(table_ptr + segment * 3 + 1) + target * num_bytes
-    word = tl.arange(0, BLOCK_WORDS)  # [BLOCK_WORDS]
-    if ALIGNMENT == 1:
-        left = tl.minimum(num_bytes - chunk * BLOCK_WORDS, BLOCK_WORDS).to(tl.int32)
-        first = chunk * BLOCK_WORDS
-        source_ptr = (source_address + first).to(tl.pointer_type(tl.int8))
-        target_ptr = (target_address + first).to(tl.pointer_type(tl.int8))
-    else:
-        left = tl.minimum(num_bytes // 4 - chunk * BLOCK_WORDS, BLOCK_WORDS).to(tl.int32)
-        first = chunk * (BLOCK_WORDS * 4)
-        source_ptr = (source_address + first).to(tl.pointer_type(tl.int32))
-        target_ptr = (target_address + first).to(tl.pointer_type(tl.int32))
-        if ALIGNMENT == 16:
-            left = tl.multiple_of(left, 4)
-            source_ptr = tl.multiple_of(source_ptr, 16)
-            target_ptr = tl.multiple_of(target_ptr, 16)
-    mask = (word < left) & valid
-    tl.store(target_ptr + word, tl.load(source_ptr + word, mask=mask, other=0), mask=mask)
+    copy_words(source_address, target_address, num_bytes, chunk, valid, BLOCK_WORDS, ALIGNMENT)

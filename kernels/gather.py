@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .blocks import copy_words
+
 
 @triton.jit(do_not_specialize=["blocks", "packed", "ids", "num_ids", "segment_stride", "block_bytes"])
 def gather_blocks_kernel(
@@ -32,20 +34,4 @@ def gather_blocks_kernel(
         source_address, target_address = row_address, block_address
     else:
         source_address, target_address = block_address, row_address
-    word = tl.arange(0, BLOCK_WORDS)  # [BLOCK_WORDS]
-    if ALIGNMENT == 1:
-        left = tl.minimum(block_bytes - chunk * BLOCK_WORDS, BLOCK_WORDS).to(tl.int32)
-        first = chunk * BLOCK_WORDS
-        source_ptr = (source_address + first).to(tl.pointer_type(tl.int8))
-        target_ptr = (target_address + first).to(tl.pointer_type(tl.int8))
-    else:
-        left = tl.minimum(block_bytes // 4 - chunk * BLOCK_WORDS, BLOCK_WORDS).to(tl.int32)
-        first = chunk * (BLOCK_WORDS * 4)
-        source_ptr = (source_address + first).to(tl.pointer_type(tl.int32))
-        target_ptr = (target_address + first).to(tl.pointer_type(tl.int32))
-        if ALIGNMENT == 16:
-            left = tl.multiple_of(left, 4)
-            source_ptr = tl.multiple_of(source_ptr, 16)
-            target_ptr = tl.multiple_of(target_ptr, 16)
-    mask = word < left
-    tl.store(target_ptr + word, tl.load(source_ptr + word, mask=mask, other=0), mask=mask)
+    copy_words(source_address, target_address, block_bytes, chunk, True, BLOCK_WORDS, ALIGNMENT)

@@ -4,6 +4,29 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def _zero_words(middle, middle_end, chunk, BLOCK_WORDS: tl.constexpr):
+    """Zero words [chunk * BLOCK_WORDS, + BLOCK_WORDS) of a 16-byte aligned middle."""
+    # All counts are multiples of 4, which lets a masked store keep its 16 bytes.
+    left = (middle_end - middle) // 4 - chunk * BLOCK_WORDS
+    left = tl.multiple_of(tl.minimum(tl.maximum(left, 0), BLOCK_WORDS).to(tl.int32), 4)
+    first = (middle + chunk * (BLOCK_WORDS * 4)).to(tl.pointer_type(tl.int32))
+    first = tl.multiple_of(first, 16)
+    word = tl.arange(0, BLOCK_WORDS)  # [BLOCK_WORDS]
+    tl.store(first + word, tl.zeros([BLOCK_WORDS], tl.int32), mask=word < left)
+
+
+@triton.jit
+def _zero_edges(start, middle, middle_end, end):
+    """Zero the up to 15 bytes in front of the middle and the up to 15 behind it."""
+    byte = tl.arange(0, 16)  # [16]
+    zeros = tl.zeros([16], tl.int8)
+    head = start + byte
+    tl.store(head.to(tl.pointer_type(tl.int8)), zeros, mask=head < tl.minimum(middle, end))
+    tail = middle_end + byte
+    tl.store(tail.to(tl.pointer_type(tl.int8)), zeros, mask=tail < end)
+
+
 @triton.jit(do_not_specialize=["address", "num_bytes", "stride"])
 def zero_kernel(
     address: tl.int64,  # first byte of range 0; an integer, because the launcher refuses pointers it cannot look up
@@ -21,22 +44,9 @@ def zero_kernel(
     end = start + num_bytes
     middle = (start + 15) // 16 * 16
     middle_end = tl.maximum(end // 16 * 16, middle)
-
-    # Words of this program. All counts are multiples of 4, which lets a masked store keep its 16 bytes.
-    left = (middle_end - middle) // 4 - chunk * BLOCK_WORDS
-    left = tl.multiple_of(tl.minimum(tl.maximum(left, 0), BLOCK_WORDS).to(tl.int32), 4)
-    first = (middle + chunk * (BLOCK_WORDS * 4)).to(tl.pointer_type(tl.int32))
-    first = tl.multiple_of(first, 16)
-    word = tl.arange(0, BLOCK_WORDS)  # [BLOCK_WORDS]
-    tl.store(first + word, tl.zeros([BLOCK_WORDS], tl.int32), mask=word < left)
-
+    _zero_words(middle, middle_end, chunk, BLOCK_WORDS)
     if chunk == 0:
-        byte = tl.arange(0, 16)  # [16]
-        zeros = tl.zeros([16], tl.int8)
-        head = start + byte
-        tl.store(head.to(tl.pointer_type(tl.int8)), zeros, mask=head < tl.minimum(middle, end))
-        tail = middle_end + byte
-        tl.store(tail.to(tl.pointer_type(tl.int8)), zeros, mask=tail < end)
+        _zero_edges(start, middle, middle_end, end)
 
 
 @triton.jit
@@ -48,21 +58,11 @@ def _zero_range(start, num_bytes, first_chunk, step, BLOCK_WORDS: tl.constexpr):
     end = start + num_bytes
     middle = (start + 15) // 16 * 16
     middle_end = tl.maximum(end // 16 * 16, middle)
-    word = tl.arange(0, BLOCK_WORDS)  # [BLOCK_WORDS]
     num_words = (middle_end - middle) // 4
     for chunk in range(first_chunk, (num_words + BLOCK_WORDS - 1) // BLOCK_WORDS, step):
-        # A multiple of 4, as in zero_kernel: a masked store then keeps its 16 bytes.
-        left = tl.multiple_of(tl.minimum(num_words - chunk * BLOCK_WORDS, BLOCK_WORDS).to(tl.int32), 4)
-        first = (middle + chunk * (BLOCK_WORDS * 4)).to(tl.pointer_type(tl.int32))
-        first = tl.multiple_of(first, 16)
-        tl.store(first + word, tl.zeros([BLOCK_WORDS], tl.int32), mask=word < left)
+        _zero_words(middle, middle_end, chunk, BLOCK_WORDS)
     if first_chunk == 0:
-        byte = tl.arange(0, 16)  # [16]
-        zeros = tl.zeros([16], tl.int8)
-        head = start + byte
-        tl.store(head.to(tl.pointer_type(tl.int8)), zeros, mask=head < tl.minimum(middle, end))
-        tail = middle_end + byte
-        tl.store(tail.to(tl.pointer_type(tl.int8)), zeros, mask=tail < end)
+        _zero_edges(start, middle, middle_end, end)
 
 
 @triton.jit(do_not_specialize=["first_block", "num_blocks", "limit_bytes"])

@@ -15,7 +15,7 @@ from triton_kv.launch import Launch
 from triton_kv.layer import operands_of
 from triton_kv.prefill import prefill_launches
 from triton_kv.prefill_hopper import prepare_work_launch, takes_list
-from triton_kv.rope import RopeCall, rope_launch
+from triton_kv.rope import RopeCall, check_rotation, rope_launch
 from triton_kv.scoring import MAX_TREE_TOKENS, Scoring
 from triton_kv.spec import AttentionSpec, positive_int
 from triton_kv.writing import write_launch
@@ -59,8 +59,9 @@ def compile_kernels(
     kernel behind `AttentionBuffers.fill` compiles at its first fill (or `dummy`). Launches nothing and does not
     synchronise. Returns how many launches were compiled; on a CPU there is nothing to do and it returns 0.
 
-    Raises `ValueError` for a cache without K and V, sizes below 1 or heads that are no multiple of the KV heads, and
-    what an op raises on a cache that is closed or has no block.
+    Raises `ValueError` for a cache without K and V, sizes below 1 or heads that are no multiple of the KV heads, what
+    `rope_and_write_kv` raises for such a `cos_sin_cache` and weights, and what an op raises on a cache that is closed
+    or has no block.
     """
     max_seqs, max_tokens = positive_int("max_seqs", max_seqs), positive_int("max_tokens", max_tokens)
     if layer is None:
@@ -73,6 +74,10 @@ def compile_kernels(
         raise ValueError(
             f"num_query_heads {num_query_heads} must be a multiple of the cache's {operands.num_kv_heads} KV heads"
         )
+    if cos_sin_cache is not None:
+        check_rotation(cos_sin_cache, q_norm, k_norm, operands)
+    elif q_norm is not None or k_norm is not None:
+        raise ValueError("q_norm and k_norm belong to rope_and_write_kv: pass its cos_sin_cache too")
     if cache.device.type != "cuda":
         return 0
     calls = _Calls(operands, num_query_heads, return_lse, table_rows, window or 0, softcap, sinks, alibi, tree_mask)

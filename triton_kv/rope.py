@@ -54,7 +54,8 @@ def rope_and_write_kv(
             three dtypes; None leaves the norm out.
         eps: added to the mean of squares in both norms.
         norm_offset: added to the weights of both norms; 1.0 for Gemma's form.
-        q_out: like q, for the result; None (or q) rotates q in place. It must not overlap q otherwise, nor k or v.
+        q_out: like q, for the result; None, q or a view of just its elements (under `torch.compile` q itself) rotates q
+            in place. It must not overlap q otherwise, nor k or v.
 
     Returns `q_out`, or q. All arithmetic is float32, with one rounding at the end.
 
@@ -67,8 +68,8 @@ def rope_and_write_kv(
     Raises `ValueError` or `TypeError` for shapes, dtypes, or devices that do not fit, `Closed`, and `NothingCommitted`.
     """
     operands = operands_of(layer)
-    tokens = (k, v, slot_mapping, positions, cos_sin_cache, q_norm, k_norm, float(eps), float(norm_offset), is_neox)
-    call = RopeCall(q, None, *tokens) if q_out is None or q_out is q else RopeCall(q_out, q, *tokens)
+    tokens = (k, v, slot_mapping, positions, cos_sin_cache)
+    call = RopeCall.of(q, q_out, *tokens, q_norm, k_norm, float(eps), float(norm_offset), is_neox)
     if isinstance(q, torch.Tensor) and q.is_cuda and eager(*call.tensors, operands.k_cache):
         _write_known(call, operands)
         return call.q_out
@@ -97,8 +98,8 @@ def rope_and_write_kv_reference(
 ) -> torch.Tensor:
     """`rope_and_write_kv` in plain torch, any device. It reads positions and slots on the host, so it synchronises."""
     operands = operands_of(layer)
-    tokens = (k, v, slot_mapping, positions, cos_sin_cache, q_norm, k_norm, float(eps), float(norm_offset), is_neox)
-    call = RopeCall(q, None, *tokens) if q_out is None or q_out is q else RopeCall(q_out, q, *tokens)
+    tokens = (k, v, slot_mapping, positions, cos_sin_cache)
+    call = RopeCall.of(q, q_out, *tokens, q_norm, k_norm, float(eps), float(norm_offset), is_neox)
     _check(call, operands)
     _rotate_and_scatter(call, operands)
     return call.q_out
@@ -120,6 +121,13 @@ class RopeCall(NamedTuple):
     norm_offset: float
     is_neox: bool
 
+    @classmethod
+    def of(cls, q: torch.Tensor, q_out: torch.Tensor | None, *others: Any) -> RopeCall:
+        """The call that rotates q in place if `q_out` is None, q, or another name for the same elements."""
+        if q_out is None:
+            return cls(q, None, *others)
+        return cls(q_out, None if q_out is q or _is_same(q_out, q) else q, *others)
+
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         return self[:9]
@@ -127,6 +135,17 @@ class RopeCall(NamedTuple):
     @property
     def source(self) -> torch.Tensor:
         return self.q_out if self.q is None else self.q
+
+
+def _is_same(q_out: object, q: object) -> bool:
+    """Whether two tensors are the same elements in the same order. A tracer does not know addresses: False there."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(q_out) is torch.Tensor
+        and type(q) is torch.Tensor
+        and q_out.data_ptr() == q.data_ptr()
+        and (q_out.shape, q_out.stride(), q_out.dtype) == (q.shape, q.stride(), q.dtype)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +352,7 @@ def _rotated(
 
 
 def _check(call: RopeCall, operands: LayerOperands) -> None:
-    k, positions, cos_sin_cache = call.k, call.positions, call.cos_sin_cache
+    k, positions = call.k, call.positions
     if operands.dtype not in _DTYPES:
         raise TypeError(f"the cache holds {operands.dtype}: rotate float16, bfloat16 or float32, then use write_kv")
     check_rows(k, call.v, operands, call.slot_mapping)
@@ -349,6 +368,15 @@ def _check(call: RopeCall, operands: LayerOperands) -> None:
         raise ValueError(f"positions must be [num_tokens] = ({k.shape[0]},), got {tuple(positions.shape)}")
     if positions.stride(0) != 1 and positions.shape[0] > 1:
         raise ValueError(f"positions must be contiguous, got stride {positions.stride(0)}")
+    check_rotation(call.cos_sin_cache, call.q_norm, call.k_norm, operands)
+    if not call.eps >= 0:
+        raise ValueError(f"eps must be at least 0, got {call.eps}")
+
+
+def check_rotation(
+    cos_sin_cache: torch.Tensor, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, operands: LayerOperands
+) -> None:
+    """Raises `ValueError` or `TypeError` unless what all tokens share fits the cache."""
     _check_is_tensor("cos_sin_cache", cos_sin_cache, operands)
     _check_dtype("cos_sin_cache", cos_sin_cache)
     if cos_sin_cache.dim() != 2:
@@ -365,7 +393,7 @@ def _check(call: RopeCall, operands: LayerOperands) -> None:
         raise ValueError(
             f"cos_sin_cache's rows must be contiguous, got strides {cos_sin_cache.stride()}: call .contiguous() once"
         )
-    for name, norm in (("q_norm", call.q_norm), ("k_norm", call.k_norm)):
+    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
         if norm is None:
             continue
         _check_is_tensor(name, norm, operands)
@@ -374,8 +402,6 @@ def _check(call: RopeCall, operands: LayerOperands) -> None:
             raise ValueError(f"{name} must be [head_dim] = ({operands.head_dim},), got {tuple(norm.shape)}")
         if norm.stride(0) != 1 and operands.head_dim > 1:
             raise ValueError(f"{name} must be contiguous, got stride {norm.stride(0)}")
-    if not call.eps >= 0:
-        raise ValueError(f"eps must be at least 0, got {call.eps}")
 
 
 def _check_queries(name: str, q: torch.Tensor, k: torch.Tensor, operands: LayerOperands) -> None:
@@ -414,4 +440,12 @@ _OP = register(
     _write,
 )
 
-__all__ = ["RopeCall", "RopeChoice", "choose_rope", "rope_and_write_kv", "rope_and_write_kv_reference", "rope_launch"]
+__all__ = [
+    "RopeCall",
+    "RopeChoice",
+    "check_rotation",
+    "choose_rope",
+    "rope_and_write_kv",
+    "rope_and_write_kv_reference",
+    "rope_launch",
+]

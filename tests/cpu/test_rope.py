@@ -8,12 +8,13 @@ import torch
 from tests.rope_cases import CASES, MAX_POSITION, assert_roped, make_rope
 from triton_kv.cache import KVCache
 from triton_kv.choices import Hardware
+from triton_kv.compilation import compile_kernels
 from triton_kv.errors import BadAccess, Closed, NothingCommitted
 from triton_kv.kernels.rope import rope_write_kernel
 from triton_kv.launch import interpreted
 from triton_kv.layer import operands_of
 from triton_kv.memory import HostMemory
-from triton_kv.rope import choose_rope, rope_and_write_kv, rope_and_write_kv_reference, rope_launch
+from triton_kv.rope import RopeCall, choose_rope, rope_and_write_kv, rope_and_write_kv_reference, rope_launch
 from triton_kv.spec import AttentionSpec
 from triton_kv.writing import write_kv
 
@@ -45,12 +46,15 @@ def test_its_inputs_stay_as_they_are(in_place):
     assert torch.equal(tensors.write.v, before[2])
 
 
-def test_q_as_its_own_output_is_in_place():
+@pytest.mark.parametrize("name", ["q", "a view"])
+def test_q_as_its_own_output_is_in_place(name):
     tensors = make_rope(NAMED["qwen3"])
     expected = tensors.expected()
     positional, named = tensors.arguments()
-    queries = rope_and_write_kv(*positional, **{**named, "q_out": tensors.q})
-    assert queries is tensors.q
+    q_out = tensors.q if name == "q" else tensors.q[:]
+    assert RopeCall.of(tensors.q, q_out, *[None] * 10).q is None
+    queries = rope_and_write_kv(*positional, **{**named, "q_out": q_out})
+    assert queries is q_out
     assert_roped(tensors, queries, expected)
 
 
@@ -240,3 +244,17 @@ def test_bad_input(changes, error, message):
         rope_and_write_kv(**arguments)
     for tensor, was in zip((tensors.q, *tensors.write.views), before):
         assert torch.equal(tensor, was)
+
+
+def test_compiling_ahead_checks_what_the_calls_will_share():
+    spec = AttentionSpec(num_kv_heads=2, head_dim=32, dtype=torch.float16)
+    cache = KVCache.reserve(spec, num_layers=1, block_size=4, capacity=8, memory=HostMemory()).extend(1)
+    good, sizes = torch.zeros(8, 32), {"max_seqs": 1, "max_tokens": 4}
+    assert compile_kernels(cache, 4, **sizes, cos_sin_cache=good, q_norm=torch.ones(32)) == 0  # on a CPU
+    with pytest.raises(ValueError, match="rotary_dim 34"):
+        compile_kernels(cache, 4, **sizes, cos_sin_cache=torch.zeros(8, 34))
+    with pytest.raises(ValueError, match=r"k_norm must be \[head_dim\] = \(32,\)"):
+        compile_kernels(cache, 4, **sizes, cos_sin_cache=good, k_norm=torch.ones(16))
+    with pytest.raises(ValueError, match="pass its cos_sin_cache too"):
+        compile_kernels(cache, 4, **sizes, q_norm=torch.ones(32))
+    cache.close()
