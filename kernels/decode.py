@@ -29,7 +29,7 @@ from .paging import (
 )
 from .scores import LN_2, LOWEST, biased, load_slopes, scaled, seen_in_tree, tree_positions, with_sink
 
-CHUNK_WORDS: tl.constexpr = tl.constexpr(8)  # of a prepared chunk: what _find_chunk returns, then room
+CHUNK_WORDS: tl.constexpr = tl.constexpr(8)  # of a prepared chunk: units a chunk and so on, as _find_chunk returns them
 PARTIAL_TAIL: tl.constexpr = tl.constexpr(4)  # f32 behind a partial's channels: its log2-sum-exp, then room to align
 
 
@@ -65,27 +65,40 @@ def _units_per_chunk(total, longest, num_seqs, NUM_CHUNKS: tl.constexpr):
 
 
 @triton.jit
+def _share(program, is_idle_last, NUM_CHUNKS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr):
+    """Whose share of the work a program takes: its own, or, where the last chunks have none, that of one far from its
+    neighbours', so that not the same few SMs are left with nothing to do."""
+    if STEP > 1:
+        return tl.where(is_idle_last, program * STEP % (NUM_CHUNKS * LANES), program)
+    else:
+        return program
+
+
+@triton.jit
 def _find_chunk(
     seq_lens_ptr,
     num_seqs,
-    chunk,
+    program,
     NUM_CHUNKS: tl.constexpr,
+    LANES: tl.constexpr,  # programs a chunk
+    STEP: tl.constexpr,
     UNIT: tl.constexpr,
     SPAN: tl.constexpr,
     SCAN: tl.constexpr,
     ONE_SCAN: tl.constexpr,
 ):
-    """Where a chunk begins and ends in the row of units, and the sequence that its first unit belongs to.
+    """Where a program's chunk begins and ends in the row of units, and the sequence that its first unit belongs to.
 
-    Returns (units a chunk, first unit, end unit, sequence, first unit of that sequence); a chunk without work has
-    first unit >= end unit. Every program scans all lengths by itself, in pieces of SCAN if they are many.
+    Returns (share, units a chunk, first unit, end unit, sequence, first unit of that sequence); a chunk without work
+    has first unit >= end unit. Every program scans all lengths by itself, in pieces of SCAN if they are many.
     """
     lanes = tl.arange(0, SCAN)
     if ONE_SCAN:
         units = _units_of(seq_lens_ptr, lanes, num_seqs, UNIT, SPAN)
         total = tl.sum(units, 0)
         per_chunk = _units_per_chunk(total, tl.max(units, 0), num_seqs, NUM_CHUNKS)
-        first = chunk * per_chunk
+        share = _share(program, total <= per_chunk * (NUM_CHUNKS - 1), NUM_CHUNKS, LANES, STEP)
+        first = share // LANES * per_chunk
         before = tl.cumsum(units, 0) <= first
         seq = tl.sum(before.to(tl.int32), 0)
         seq_first = tl.sum(tl.where(before, units, 0), 0)
@@ -97,7 +110,8 @@ def _find_chunk(
             total += tl.sum(units, 0)
             longest = tl.maximum(longest, tl.max(units, 0))
         per_chunk = _units_per_chunk(total, longest, num_seqs, NUM_CHUNKS)
-        first = chunk * per_chunk
+        share = _share(program, total <= per_chunk * (NUM_CHUNKS - 1), NUM_CHUNKS, LANES, STEP)
+        first = share // LANES * per_chunk
         seq = 0
         seq_first = 0
         scanned = 0
@@ -107,7 +121,7 @@ def _find_chunk(
             seq += tl.sum(before.to(tl.int32), 0)
             seq_first += tl.sum(tl.where(before, units, 0), 0)
             scanned += tl.sum(units, 0)
-    return per_chunk, first, tl.minimum(first + per_chunk, total), seq, seq_first
+    return share, per_chunk, first, tl.minimum(first + per_chunk, total), seq, seq_first
 
 
 @triton.jit
@@ -141,11 +155,15 @@ def _find_sequence(
 
 
 @triton.jit
-def _load_chunk(chunks_ptr, chunk):
-    """What `prepare_kernel` found for a chunk, as `_find_chunk` returns it."""
-    chunk_ptr = chunks_ptr + chunk * CHUNK_WORDS
+def _load_chunk(chunks_ptr, program, NUM_CHUNKS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr):
+    """What `prepare_kernel` found for a program's chunk, as `_find_chunk` returns it."""
+    share = program
+    if STEP > 1:
+        last_ptr = chunks_ptr + (NUM_CHUNKS - 1) * CHUNK_WORDS
+        share = _share(program, tl.load(last_ptr + 1) >= tl.load(last_ptr + 2), NUM_CHUNKS, LANES, STEP)
+    chunk_ptr = chunks_ptr + share // LANES * CHUNK_WORDS
     per_chunk, first = tl.load(chunk_ptr), tl.load(chunk_ptr + 1)
-    return per_chunk, first, tl.load(chunk_ptr + 2), tl.load(chunk_ptr + 3), tl.load(chunk_ptr + 4)
+    return share, per_chunk, first, tl.load(chunk_ptr + 2), tl.load(chunk_ptr + 3), tl.load(chunk_ptr + 4)
 
 
 @triton.jit(
@@ -176,8 +194,8 @@ def prepare_kernel(
     SPAN: tl.constexpr = WINDOW + QUERIES - 1 if WINDOW > 0 else 0
     program = tl.program_id(0)
     if program < NUM_CHUNKS:
-        per_chunk, first, end, seq, seq_first = _find_chunk(
-            seq_lens_ptr, num_seqs, program, NUM_CHUNKS, UNIT, SPAN, SCAN, ONE_SCAN
+        _, per_chunk, first, end, seq, seq_first = _find_chunk(
+            seq_lens_ptr, num_seqs, program, NUM_CHUNKS, 1, 1, UNIT, SPAN, SCAN, ONE_SCAN
         )
         chunk_ptr = chunks_ptr + program * CHUNK_WORDS
         tl.store(chunk_ptr, per_chunk)
@@ -285,32 +303,36 @@ def decode_kernel(
     ONE_SCAN: tl.constexpr,  # num_seqs <= SCAN
     SCALAR_IDS: tl.constexpr,
     STAGES: tl.constexpr,
+    STEP: tl.constexpr,  # coprime to the number of programs: spreads those without work over the SMs; or 1
     USE_PDL: tl.constexpr,
 ):
     HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     ALL_ROWS: tl.constexpr = GROUP * QUERIES
     NUM_PARTS: tl.constexpr = (ALL_ROWS + ROWS - 1) // ROWS  # many rows are shared out to several programs
+    LANES: tl.constexpr = NUM_KV_HEADS * NUM_PARTS
     NUM_IDS: tl.constexpr = (TILE + BLOCK_SIZE - 1) // BLOCK_SIZE if SCALAR_IDS else 1
     UNIT: tl.constexpr = SPLIT if SPLIT > 0 else TILE
     SPAN: tl.constexpr = WINDOW + QUERIES - 1 if WINDOW > 0 else 0
     PARTIAL: tl.constexpr = V_HEAD_DIM + PARTIAL_TAIL
     HAS_STARTS: tl.constexpr = query_start_loc_ptr is not None
     COUNTS: tl.constexpr = control_ptr is not None and chunks_ptr is None
-    # Heads are fastest: programs that read the same token rows run at the same time.
-    chunk = tl.program_id(0) // (NUM_KV_HEADS * NUM_PARTS)
-    kv_head = tl.program_id(0) % (NUM_KV_HEADS * NUM_PARTS) // NUM_PARTS
-    part = tl.program_id(0) % NUM_PARTS
     if USE_PDL:
         gdc_wait()  # before the first read: lengths, table and cache may have been written just now
         gdc_launch_dependents()
     if chunks_ptr is not None:
-        _, chunk_first, chunk_end, seq, seq_first = _load_chunk(chunks_ptr, chunk)
+        share, _, chunk_first, chunk_end, seq, seq_first = _load_chunk(
+            chunks_ptr, tl.program_id(0), NUM_CHUNKS, LANES, STEP
+        )
     else:
-        _, chunk_first, chunk_end, seq, seq_first = _find_chunk(
-            seq_lens_ptr, num_seqs, chunk, NUM_CHUNKS, UNIT, SPAN, SCAN, ONE_SCAN
+        share, _, chunk_first, chunk_end, seq, seq_first = _find_chunk(
+            seq_lens_ptr, num_seqs, tl.program_id(0), NUM_CHUNKS, LANES, STEP, UNIT, SPAN, SCAN, ONE_SCAN
         )
     if chunk_first >= chunk_end:
         return
+    # Heads are fastest: programs that read the same token rows run at the same time.
+    chunk = share // LANES
+    kv_head = share % LANES // NUM_PARTS
+    part = share % NUM_PARTS
     if control_ptr is not None:
         bound = tl.load(control_ptr)
     else:
@@ -532,10 +554,10 @@ def join_kernel(
         joins = num_parts > 1
     else:
         if chunks_ptr is not None:
-            per_chunk, chunk_first, chunk_end, seq, seq_first = _load_chunk(chunks_ptr, place)
+            _, per_chunk, chunk_first, chunk_end, seq, seq_first = _load_chunk(chunks_ptr, place, NUM_CHUNKS, 1, 1)
         else:
-            per_chunk, chunk_first, chunk_end, seq, seq_first = _find_chunk(
-                seq_lens_ptr, num_seqs, place, NUM_CHUNKS, UNIT, SPAN, SCAN, ONE_SCAN
+            _, per_chunk, chunk_first, chunk_end, seq, seq_first = _find_chunk(
+                seq_lens_ptr, num_seqs, place, NUM_CHUNKS, 1, 1, UNIT, SPAN, SCAN, ONE_SCAN
             )
         seq = tl.minimum(seq, num_seqs - 1)
         seq_end = seq_first + _num_units(tl.load(seq_lens_ptr + seq), UNIT, SPAN)

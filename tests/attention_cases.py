@@ -152,6 +152,9 @@ DECODE_CASES = (
     decode("table_rows_bad", 70, 0, 33, table_rows=True, bad_entries=((2, 1, OVER),)),
     decode("many_chunks", 500, 100, 0, 64, num_kv_heads=1, num_sms=16, head_dim=16, v_head_dim=16),
     decode("many_seqs", *(i * 7 % 40 for i in range(70)), num_kv_heads=1, head_dim=16, v_head_dim=16),
+    # 16 tiles in 7 chunks of 3: the last one has nothing to do, and its programs lie between the others.
+    decode("idle_chunk", *[16] * 16, num_sms=7),
+    decode("idle_chunk_group_40", *[16] * 16, num_sms=21, group=40, head_dim=16, v_head_dim=16),
     decode("scale", 70, 9, scale=0.7),
     decode("dim_512", 40, 9, head_dim=512, v_head_dim=512, num_kv_heads=1),
     decode("window", 300, 40, 39, 7, 0, 64, window=40),

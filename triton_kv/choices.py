@@ -89,6 +89,7 @@ class DecodeChoice:
     join_warps: int
     join_by_sequence: bool  # a joining program a sequence, not one a chunk; always right, and needed with splits
     use_pdl: bool
+    spreads_idle: bool = False  # where the last chunks are empty, their programs do not lie on neighbouring SMs
     max_registers: int | None = None
 
     def __post_init__(self) -> None:
@@ -188,6 +189,8 @@ def choose_decode(
         join_warps=join_warps,
         join_by_sequence=batch_invariant or num_seqs <= num_chunks,
         use_pdl=hardware.has_pdl,
+        # Small batches, whose cache may lie in the L2, lose more than they gain.
+        spreads_idle=num_seqs >= 16,
         max_registers=max_registers,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -105,9 +106,10 @@ def decode_launches(
         workspace = make_workspace(batch, num_query_heads, operands, choice, q.device)
     num_parts = -(-group * queries // choice.rows)
     out_stride_token, out_divisor = stride_token(out), row_divisor(out)
+    num_programs = choice.num_chunks * num_kv_heads * num_parts
     decode = Launch(
         kernel=decode_kernel,
-        grid=(choice.num_chunks * num_kv_heads * num_parts,),
+        grid=(num_programs,),
         arguments={
             **input_pointers(q, operands, batch, scoring),
             "chunks_ptr": workspace.chunks,
@@ -134,6 +136,7 @@ def decode_launches(
             "ONE_SCAN": choice.one_scan,
             "SCALAR_IDS": reads_scalar_ids(operands.block_size),
             "STAGES": choice.num_stages,
+            "STEP": spreading_step(num_programs) if choice.spreads_idle else 1,
             "USE_PDL": choice.use_pdl,
         },
         num_warps=choice.num_warps,
@@ -185,6 +188,11 @@ def decode_launches(
     return decode, join
 
 
+def spreading_step(num_programs: int) -> int:
+    """A step that visits every program once and takes neighbours far apart: about the golden section of them all."""
+    return next(step for step in range(round(num_programs * 0.618), 0, -1) if math.gcd(step, num_programs) == 1)
+
+
 def prepare_launch(
     operands: LayerOperands, batch: Batch, window: int, choice: DecodeChoice, chunks: torch.Tensor
 ) -> Launch:
@@ -226,4 +234,5 @@ __all__ = [
     "make_workspace",
     "partial_elements",
     "prepare_launch",
+    "spreading_step",
 ]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.attention_cases import (
     BF16,
+    DECODE_CASES,
     F16,
     F32,
     NUM_SEQS,
@@ -17,13 +18,15 @@ from tests.attention_cases import (
     QUERY_LENS,
     SHAPES,
     AttentionShape,
+    make_tensors,
     shape_launches,
     shape_operands,
 )
 from triton_kv.batch import Batch
 from triton_kv.choices import DecodeChoice, Hardware, PrefillChoice, choose_decode, choose_prefill, hardware_of
 from triton_kv.copy_engine import boxes, refuse_cache
-from triton_kv.decode import decode_launches, partial_elements
+from triton_kv.decode import decode_launches, partial_elements, spreading_step
+from triton_kv.layer import operands_of
 from triton_kv.prefill import prefill_launches
 from triton_kv.prefill_hopper import use_prefill_kernel
 from triton_kv.scoring import Scoring
@@ -70,6 +73,37 @@ def test_what_was_measured_on_the_h200(num_seqs, expected):
     assert choice.one_scan == (num_seqs <= 1024)
     assert choice.rows == 16
     assert choice.use_pdl
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 3, 33, 132, 264, 528, 1056, 3 * 5 * 7 * 11])
+def test_a_spreading_step_visits_every_program_and_parts_neighbours(num_programs):
+    step = spreading_step(num_programs)
+    places = [program * step % num_programs for program in range(num_programs)]
+    assert sorted(places) == list(range(num_programs))
+    if num_programs > 32:
+        idle = sorted(places.index(share) for share in range(num_programs - 8, num_programs))
+        gaps = [b - a for a, b in zip(idle, [*idle[1:], idle[0] + num_programs])]
+        assert min(gaps) >= num_programs // 48
+
+
+@pytest.mark.parametrize("name", ["idle_chunk", "idle_chunk_group_40"])
+def test_programs_of_idle_chunks_are_spread_in_the_cases_for_it(name):
+    case = next(case for case in DECODE_CASES if case.name == name)
+    tensors = make_tensors(case)
+    launch, _ = decode_launches(
+        tensors.q,
+        operands_of(tensors.layer),
+        Batch.of(tensors.metadata),
+        tensors.out(),
+        None,
+        PLAIN,
+        hardware=Hardware(case.num_sms, 80),
+    )
+    arguments = launch.arguments
+    num_tiles = sum(-(-length // arguments["TILE"]) for length in case.lengths)
+    per_chunk = -(-num_tiles // arguments["NUM_CHUNKS"])
+    assert arguments["STEP"] > 1
+    assert num_tiles <= per_chunk * (arguments["NUM_CHUNKS"] - 1)
 
 
 def test_the_interpreter_gets_small_grids_and_no_pdl():

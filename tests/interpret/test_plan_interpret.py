@@ -26,6 +26,7 @@ NAMES = (
     "over_watermark",
     "table_rows_bad",
     "many_seqs",
+    "idle_chunk",
     "window_over_watermark",
     "window_many_chunks",
     "everything",
