@@ -43,15 +43,22 @@ def _first_unit(length, UNIT: tl.constexpr, SPAN: tl.constexpr):
 
 
 @triton.jit
-def _num_units(length, UNIT: tl.constexpr, SPAN: tl.constexpr):
-    """Units of a sequence. An empty one owns one empty unit, so that some program writes its rows."""
-    return tl.maximum((length + UNIT - 1) // UNIT - _first_unit(length, UNIT, SPAN), 1)
+def _num_units(length, limit, UNIT: tl.constexpr, SPAN: tl.constexpr):
+    """Units of a sequence. An empty one owns one empty unit, so that some program writes its rows; one that says it is
+    longer than `limit`, the tokens that a row of the block table holds, owns no more than that."""
+    end_unit = (tl.minimum(length, limit) + UNIT - 1) // UNIT
+    return tl.maximum(end_unit - _first_unit(length, UNIT, SPAN), 1)
 
 
 @triton.jit
-def _units_of(seq_lens_ptr, seqs, num_seqs, UNIT: tl.constexpr, SPAN: tl.constexpr):
+def _units_of(seq_lens_ptr, seqs, num_seqs, limit, UNIT: tl.constexpr, SPAN: tl.constexpr):
     lengths = tl.load(seq_lens_ptr + seqs, mask=seqs < num_seqs, other=0)
-    return tl.where(seqs < num_seqs, _num_units(lengths, UNIT, SPAN), 0)
+    return tl.where(seqs < num_seqs, _num_units(lengths, limit, UNIT, SPAN), 0)
+
+
+@triton.jit
+def _most_tokens(table_width, BLOCK_SIZE: tl.constexpr):
+    return tl.minimum(table_width.to(tl.int64) * BLOCK_SIZE, 2**31 - 1).to(tl.int32)
 
 
 @triton.jit
@@ -78,6 +85,7 @@ def _share(program, is_idle_last, NUM_CHUNKS: tl.constexpr, LANES: tl.constexpr,
 def _find_chunk(
     seq_lens_ptr,
     num_seqs,
+    limit,
     program,
     NUM_CHUNKS: tl.constexpr,
     LANES: tl.constexpr,  # programs a chunk
@@ -94,7 +102,7 @@ def _find_chunk(
     """
     lanes = tl.arange(0, SCAN)
     if ONE_SCAN:
-        units = _units_of(seq_lens_ptr, lanes, num_seqs, UNIT, SPAN)
+        units = _units_of(seq_lens_ptr, lanes, num_seqs, limit, UNIT, SPAN)
         total = tl.sum(units, 0)
         per_chunk = _units_per_chunk(total, tl.max(units, 0), num_seqs, NUM_CHUNKS)
         share = _share(program, total <= per_chunk * (NUM_CHUNKS - 1), NUM_CHUNKS, LANES, STEP)
@@ -106,7 +114,7 @@ def _find_chunk(
         total = 0
         longest = 0
         for start in range(0, num_seqs, SCAN):
-            units = _units_of(seq_lens_ptr, start + lanes, num_seqs, UNIT, SPAN)
+            units = _units_of(seq_lens_ptr, start + lanes, num_seqs, limit, UNIT, SPAN)
             total += tl.sum(units, 0)
             longest = tl.maximum(longest, tl.max(units, 0))
         per_chunk = _units_per_chunk(total, longest, num_seqs, NUM_CHUNKS)
@@ -116,7 +124,7 @@ def _find_chunk(
         seq_first = 0
         scanned = 0
         for start in range(0, num_seqs, SCAN):
-            units = _units_of(seq_lens_ptr, start + lanes, num_seqs, UNIT, SPAN)
+            units = _units_of(seq_lens_ptr, start + lanes, num_seqs, limit, UNIT, SPAN)
             before = (scanned + tl.cumsum(units, 0) <= first) & (start + lanes < num_seqs)
             seq += tl.sum(before.to(tl.int32), 0)
             seq_first += tl.sum(tl.where(before, units, 0), 0)
@@ -129,6 +137,7 @@ def _find_sequence(
     seq_lens_ptr,
     seq,
     num_seqs,
+    limit,
     NUM_CHUNKS: tl.constexpr,
     UNIT: tl.constexpr,
     SPAN: tl.constexpr,
@@ -141,13 +150,13 @@ def _find_sequence(
     total = 0
     longest = 0
     if ONE_SCAN:
-        units = _units_of(seq_lens_ptr, lanes, num_seqs, UNIT, SPAN)
+        units = _units_of(seq_lens_ptr, lanes, num_seqs, limit, UNIT, SPAN)
         before = tl.sum(tl.where(lanes < seq, units, 0), 0)
         total = tl.sum(units, 0)
         longest = tl.max(units, 0)
     else:
         for start in range(0, num_seqs, SCAN):
-            units = _units_of(seq_lens_ptr, start + lanes, num_seqs, UNIT, SPAN)
+            units = _units_of(seq_lens_ptr, start + lanes, num_seqs, limit, UNIT, SPAN)
             before += tl.sum(tl.where(start + lanes < seq, units, 0), 0)
             total += tl.sum(units, 0)
             longest = tl.maximum(longest, tl.max(units, 0))
@@ -193,9 +202,10 @@ def prepare_kernel(
     """Programs below NUM_CHUNKS find one chunk each, the others check one sequence's table entries each."""
     SPAN: tl.constexpr = WINDOW + QUERIES - 1 if WINDOW > 0 else 0
     program = tl.program_id(0)
+    limit = _most_tokens(table_width, BLOCK_SIZE)
     if program < NUM_CHUNKS:
         _, per_chunk, first, end, seq, seq_first = _find_chunk(
-            seq_lens_ptr, num_seqs, program, NUM_CHUNKS, 1, 1, UNIT, SPAN, SCAN, ONE_SCAN
+            seq_lens_ptr, num_seqs, limit, program, NUM_CHUNKS, 1, 1, UNIT, SPAN, SCAN, ONE_SCAN
         )
         chunk_ptr = chunks_ptr + program * CHUNK_WORDS
         tl.store(chunk_ptr, per_chunk)
@@ -217,7 +227,7 @@ def prepare_kernel(
         first_entry = length * 0
         if WINDOW > 0:
             first_entry = tl.maximum(length - num_queries - WINDOW + 1, 0) // BLOCK_SIZE
-        end_entry = tl.minimum((length + BLOCK_SIZE - 1) // BLOCK_SIZE, table_width)
+        end_entry = (tl.minimum(length, limit) + BLOCK_SIZE - 1) // BLOCK_SIZE
         end_entry = tl.where(num_queries > 0, end_entry, 0)
         for start in range(first_entry, end_entry, ENTRIES):
             entries = start + tl.arange(0, ENTRIES)
@@ -316,6 +326,7 @@ def decode_kernel(
     PARTIAL: tl.constexpr = V_HEAD_DIM + PARTIAL_TAIL
     HAS_STARTS: tl.constexpr = query_start_loc_ptr is not None
     COUNTS: tl.constexpr = control_ptr is not None and chunks_ptr is None
+    limit = _most_tokens(table_width, BLOCK_SIZE)
     if USE_PDL:
         gdc_wait()  # before the first read: lengths, table and cache may have been written just now
         gdc_launch_dependents()
@@ -325,7 +336,7 @@ def decode_kernel(
         )
     else:
         share, _, chunk_first, chunk_end, seq, seq_first = _find_chunk(
-            seq_lens_ptr, num_seqs, tl.program_id(0), NUM_CHUNKS, LANES, STEP, UNIT, SPAN, SCAN, ONE_SCAN
+            seq_lens_ptr, num_seqs, limit, tl.program_id(0), NUM_CHUNKS, LANES, STEP, UNIT, SPAN, SCAN, ONE_SCAN
         )
     if chunk_first >= chunk_end:
         return
@@ -351,9 +362,9 @@ def decode_kernel(
         slope = load_slopes(alibi_slopes_ptr, head, in_group)
 
     unit = chunk_first
-    while unit < chunk_end:
+    while (unit < chunk_end) & (seq < num_seqs):  # lengths may have changed since a plan was prepared
         length = tl.load(seq_lens_ptr + seq)
-        seq_units = _num_units(length, UNIT, SPAN)
+        seq_units = _num_units(length, limit, UNIT, SPAN)
         first_unit = _first_unit(length, UNIT, SPAN)
         if SPLIT > 0:
             end_unit = unit + 1
@@ -361,7 +372,7 @@ def decode_kernel(
             end_unit = tl.minimum(seq_first + seq_units, chunk_end)
         start = (first_unit + unit - seq_first) * UNIT
         end = tl.minimum((first_unit + end_unit - seq_first) * UNIT, length)
-        num_entries = tl.minimum((length + BLOCK_SIZE - 1) // BLOCK_SIZE, table_width)
+        num_entries = (tl.minimum(length, limit) + BLOCK_SIZE - 1) // BLOCK_SIZE
         table_row = seq
         if table_rows_ptr is not None:
             table_row = tl.load(table_rows_ptr + seq)
@@ -497,7 +508,7 @@ def decode_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_seqs", "out_stride_token"],
+    do_not_specialize=["num_tokens", "num_seqs", "table_width", "out_stride_token"],
     do_not_specialize_on_alignment=["seq_lens_ptr", "query_start_loc_ptr", "sinks_ptr", "lse_ptr"],
 )
 def join_kernel(
@@ -510,10 +521,12 @@ def join_kernel(
     partials_ptr,  # as decode_kernel left them
     num_tokens: tl.int32,
     num_seqs: tl.int32,
+    table_width: tl.int32,
     out_stride_token: tl.int64,
     GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     V_HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     OUT_STRIDE_HEAD: tl.constexpr,
     OUT_DIVISOR: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -541,11 +554,14 @@ def join_kernel(
     token = index % ALL_ROWS // GROUP
     head = index // ALL_ROWS * GROUP + index % GROUP
     channel = piece * CHANNELS + tl.arange(0, CHANNELS)
+    limit = _most_tokens(table_width, BLOCK_SIZE)
     # Under the decode kernel this runs early: it reads only what that kernel waited for.
     if BY_SEQUENCE:
         seq = place
-        per_chunk, seq_first = _find_sequence(seq_lens_ptr, seq, num_seqs, NUM_CHUNKS, UNIT, SPAN, SCAN, ONE_SCAN)
-        num_units = _num_units(tl.load(seq_lens_ptr + seq), UNIT, SPAN)
+        per_chunk, seq_first = _find_sequence(
+            seq_lens_ptr, seq, num_seqs, limit, NUM_CHUNKS, UNIT, SPAN, SCAN, ONE_SCAN
+        )
+        num_units = _num_units(tl.load(seq_lens_ptr + seq), limit, UNIT, SPAN)
         if SPLIT == 0:
             first_chunk = seq_first // per_chunk
             num_parts = (seq_first + num_units - 1) // per_chunk - first_chunk + 1
@@ -557,10 +573,10 @@ def join_kernel(
             _, per_chunk, chunk_first, chunk_end, seq, seq_first = _load_chunk(chunks_ptr, place, NUM_CHUNKS, 1, 1)
         else:
             _, per_chunk, chunk_first, chunk_end, seq, seq_first = _find_chunk(
-                seq_lens_ptr, num_seqs, place, NUM_CHUNKS, 1, 1, UNIT, SPAN, SCAN, ONE_SCAN
+                seq_lens_ptr, num_seqs, limit, place, NUM_CHUNKS, 1, 1, UNIT, SPAN, SCAN, ONE_SCAN
             )
         seq = tl.minimum(seq, num_seqs - 1)
-        seq_end = seq_first + _num_units(tl.load(seq_lens_ptr + seq), UNIT, SPAN)
+        seq_end = seq_first + _num_units(tl.load(seq_lens_ptr + seq), limit, UNIT, SPAN)
         joins = (chunk_first < chunk_end) & (seq_first < chunk_first) & (seq_end <= chunk_end)
         first_chunk = seq_first // tl.maximum(per_chunk, 1)
         num_parts = place - first_chunk + 1

@@ -95,8 +95,10 @@ def paged_attention(
     schedulers, without their plan step); prefill is FlashAttention-2 with the heads of a group packed into rows.
     """
     operands = operands_of(layer)
+    scale, causal, softcap = None if scale is None else float(scale), bool(causal), float(softcap)
     key = prepared = None
-    if isinstance(q, torch.Tensor) and q.is_cuda and eager(q, out, operands.k_cache, metadata.block_table):
+    is_step = isinstance(q, torch.Tensor) and isinstance(metadata, AttentionMetadata)  # else `_check` says what it is
+    if is_step and q.is_cuda and eager(q, out, operands.k_cache, metadata.block_table):
         key = (
             *_call_key(q, operands, metadata, out),
             *map(described, (sinks, alibi_slopes, tree_mask)),
@@ -104,6 +106,7 @@ def paged_attention(
             scale,
             causal,
             window,
+            type(window),  # True is 1, and no window
             softcap,
             plan is None,
             plan is not None and plan.has_list,
@@ -157,7 +160,7 @@ def paged_attention(
         num_tokens=metadata.num_tokens,
         max_query_len=metadata.max_query_len,
     )
-    if key is not None and q.shape[0]:
+    if key is not None and q.shape[0] and metadata.num_seqs:
 
         def build() -> tuple[Launch, ...]:
             return _launches(q, operands, batch, out, lse, scoring, batch_invariant, workspace)
@@ -349,6 +352,9 @@ def _attend(
     if q.shape[0] == 0:
         return
     batch = Batch(block_table, seq_lens, query_start_loc, table_rows, max_query_len)
+    if batch.num_seqs == 0:  # padding tokens alone
+        _write_nothing(out, lse)
+        return
     scoring = Scoring(*scoring_and_layer[: len(Scoring._fields)])
     operands = LayerOperands(*scoring_and_layer[len(Scoring._fields) :])
     # The interpreter's bfloat16 arithmetic is wrong.

@@ -170,7 +170,7 @@ def choose_decode(
     v_lanes = lanes_of(v_head_dim)
     join_parts = max(2, min(16 if v_head_dim == v_lanes else 8, 2048 // v_lanes))
     join_channels, join_warps = v_lanes, 1  # more warps would stay resident under the decode kernel
-    expected_parts = num_chunks // num_seqs + 1
+    expected_parts = num_chunks // max(num_seqs, 1) + 1
     if expected_parts > 16 and not batch_invariant:  # few sequences in many pieces: the join is a chain of reads
         join_parts = min(triton.next_power_of_2(expected_parts), 128)
         join_channels, join_warps = min(v_lanes, 32), max(1, join_parts // 32)

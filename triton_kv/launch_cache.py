@@ -75,7 +75,7 @@ class LaunchCache:
             return
         launches = build()
         compiled = [launch.run(device) for launch in launches]
-        if key not in self._known:
+        if key not in self._known and None not in compiled:  # the interpreter compiles nothing
             if len(self._known) >= _MAX_ENTRIES:
                 self._known.clear()
                 self._maps.clear()
@@ -141,8 +141,8 @@ def _lies_in(tensor: torch.Tensor, source: torch.Tensor) -> bool:
 
 def described(tensor: torch.Tensor | None) -> tuple[Hashable, ...] | None:
     """What a key says of a tensor."""
-    if tensor is None:
-        return None
+    if not isinstance(tensor, torch.Tensor):  # None; a caller's mistake is told by its type, until it is checked
+        return None if tensor is None else (type(tensor),)
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16
 
 

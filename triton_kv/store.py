@@ -1164,7 +1164,7 @@ class ErrorPoll:
             self._seen = CheckReport.of(self._control.tolist())
             return self._seen
         if self._words is None or self._copied is None:
-            self._words = torch.zeros(CONTROL_WORDS, dtype=torch.int32, pin_memory=True)
+            self._words = torch.zeros(CONTROL_WORDS, dtype=torch.int32, device="cpu", pin_memory=True)
             self._copied = torch.cuda.Event()
         elif not self._copied.query():
             return self._seen

@@ -30,7 +30,9 @@ class Upload:
         self._target = target
         self._device = target.device
         on_gpu = target.is_cuda
-        self._host = torch.zeros(target.shape, dtype=target.dtype, pin_memory=True) if on_gpu else target
+        self._host = (
+            target if not on_gpu else torch.zeros(target.shape, dtype=target.dtype, device="cpu", pin_memory=True)
+        )
         #: What the host writes, and the same memory in pairs of words, as int64.
         self.words: npt.NDArray[np.int32] = self._host.numpy()
         self.pairs: npt.NDArray[np.int64] = self.words.view(np.int64)

@@ -3,6 +3,9 @@
 CPU tensors that claim to be on a GPU, and kernels that write down their arguments.
 """
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -14,6 +17,7 @@ from triton_kv.launch_cache import LaunchCache
 from triton_kv.prefill_hopper import use_prefill_kernel
 
 H200 = Hardware(132, 90)
+FIELDS = [field.name for field in dataclasses.fields(AttentionMetadata)]
 
 
 class Compiled:
@@ -189,3 +193,49 @@ def test_descriptors_are_told_apart():
     tensor = torch.zeros(4, 16)
     assert is_descriptor(TensorDescriptor(tensor, [4, 16], [16, 1], [1, 16]))
     assert not is_descriptor(tensor)
+
+
+def test_what_shapes_a_call_is_told_by_value_and_by_type(calls):
+    """A scale that lies in a tensor may change under the same object; True equals 1 and is no window."""
+    cache, batch, q = two_tensors(64), metadata(4, 1), aligned(4, 32, 128)
+    scale = torch.tensor(0.5)
+    paged_attention(q, cache, batch, scale=scale, window=1)
+    scale.fill_(0.125)
+    paged_attention(q, cache, batch, scale=scale, window=1)
+    assert calls == [], "another scale is another call"
+    paged_attention(q, cache, batch, scale=0.125, window=1, softcap=torch.tensor(0.0), causal=torch.tensor(True))
+    assert [name for name, _, _ in calls] == ["decode_kernel", "join_kernel"]
+    for window in (True, 1.0):
+        with pytest.raises(TypeError, match="window must be an int"):
+            paged_attention(q, cache, batch, scale=0.125, window=window)
+    for name, value in (("sinks", [0.0] * 32), ("alibi_slopes", 0.5), ("tree_mask", [1, 2])):
+        with pytest.raises(TypeError, match=f"{name} must be"):
+            paged_attention(q, cache, batch, **{name: value})
+
+
+def test_what_only_looks_like_metadata_is_refused_by_a_known_call_too(calls):
+    cache, batch, q = two_tensors(64), metadata(4, 1), aligned(4, 32, 128)
+    paged_attention(q, cache, batch)
+    for other in (SimpleNamespace(**{name: getattr(batch, name) for name in (*FIELDS, "device")}), {}):
+        with pytest.raises(TypeError, match="metadata must be an AttentionMetadata"):
+            paged_attention(q, cache, other)
+    assert calls == []
+
+
+def test_padding_tokens_without_a_sequence_launch_nothing(calls):
+    batch = AttentionMetadata(
+        block_table=torch.zeros(0, 4, dtype=torch.int32),
+        seq_lens=torch.zeros(0, dtype=torch.int32),
+        slot_mapping=torch.full((3,), -1, dtype=torch.int32),
+        query_start_loc=torch.zeros(1, dtype=torch.int32),
+        num_tokens=3,
+        num_seqs=0,
+        max_query_len=1,
+    )
+    shared = AttentionPlan(two_tensors(16), 32, max_seqs=4)
+    shared.prepare(batch)
+    for known in (None, shared):
+        out, lse = paged_attention(aligned(3, 32, 128) + 1, two_tensors(16), batch, return_lse=True, plan=known)
+        assert not out.any()
+        assert torch.isneginf(lse).all()
+    assert calls == calls.built == []

@@ -83,6 +83,17 @@ def test_another_geometry_needs_another_plan():
         paged_attention(other.q, other.layer, other.metadata, plan=plan)
 
 
+def test_layers_with_other_bounds_need_another_plan():
+    """What a step's marks and counts say of block ids holds for one bound and one control block."""
+    layers = [tuple(torch.zeros(blocks, 16, 1, 16) for _ in range(2)) for blocks in (64, 8)]
+    case = make_tensors(decode("short", 5, 6, num_kv_heads=1, head_dim=16, v_head_dim=16))
+    plan = AttentionPlan(layers[0], case.q.shape[1], max_seqs=2)
+    plan.prepare(case.metadata)
+    paged_attention(case.q, layers[0], case.metadata, plan=plan)
+    with pytest.raises(ValueError, match=r"the layer's geometry is .* make another one"):
+        paged_attention(case.q, layers[1], case.metadata, plan=plan)
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "match"),
     [

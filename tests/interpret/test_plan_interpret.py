@@ -13,11 +13,12 @@ from tests.attention_cases import (
     shape_operands,
 )
 from triton_kv import attention, plan
-from triton_kv.attention import paged_attention
+from triton_kv.attention import paged_attention, paged_attention_reference
 from triton_kv.batch import Batch
 from triton_kv.choices import Hardware, choose_decode
 from triton_kv.decode import CHUNK_WORDS, prepare_launch
 from triton_kv.layer import LayerCache
+from triton_kv.metadata import AttentionMetadata
 from triton_kv.plan import AttentionPlan
 
 NAMES = (
@@ -102,3 +103,44 @@ def test_even_batches_are_cut_between_sequences(lengths, whole):
             assert whole is None or first == seq_first
             covered = end
     assert covered == sum(units)
+
+
+def short_batch(lengths, width):
+    count = len(lengths)
+    return AttentionMetadata(
+        block_table=torch.zeros(count, width, dtype=torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        slot_mapping=torch.zeros(count, dtype=torch.int32),
+        num_tokens=count,
+        num_seqs=count,
+        max_query_len=1,
+    )
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_lengths_past_the_block_table_stay_inside_the_workspace(batch_invariant):
+    """Such a length is a mistake that no host sees: the row attends to what its table has, the others to theirs."""
+    layer = (torch.randn(4, 16, 1, 16), torch.randn(4, 16, 1, 16))
+    q, metadata = torch.randn(3, 2, 16), short_batch([9, 2**31 - 1, 16], 1)
+    owner = AttentionPlan(layer, 2, max_seqs=3, max_blocks_per_seq=1, batch_invariant=batch_invariant)
+    num_words = owner._partials.numel()
+    guarded = torch.full((num_words + 4096,), -7.0)
+    owner._partials = guarded[:num_words]
+    owner.prepare(metadata)
+    expected = paged_attention_reference(q, layer, short_batch([9, 16, 16], 1))
+    for plan_of_step in (owner, None):
+        out = paged_attention(q, layer, metadata, plan=plan_of_step, batch_invariant=batch_invariant)
+        torch.testing.assert_close(out, expected, rtol=0, atol=2e-5)
+    assert (guarded[num_words:] == -7).all()
+
+
+def test_a_step_that_was_not_prepared_writes_nothing_outside_its_rows():
+    """Lengths fell since: what comes out is not attention, but it stays in its place."""
+    layer = (torch.randn(64, 16, 1, 16), torch.randn(64, 16, 1, 16))
+    metadata = short_batch([600, 600], 64)
+    owner = AttentionPlan(layer, 2, max_seqs=2)
+    owner.prepare(metadata)
+    metadata.seq_lens[:] = 5
+    guarded = torch.full((64, 2, 16), -7.0)
+    paged_attention(torch.randn(2, 2, 16), layer, metadata, plan=owner, out=guarded[:2])
+    assert (guarded[2:] == -7).all()

@@ -96,7 +96,7 @@ class AllocatedMemory(BookedMemory):
 
     def pin(self, num_bytes: int) -> int:
         self._check_process()
-        pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        pinned = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda")
         self._pinned[pinned.data_ptr()] = pinned
         return pinned.data_ptr()
 
