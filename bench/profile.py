@@ -36,14 +36,14 @@ DEFAULT_CASES = (
     "decode/B1-L8k,decode/B8-L32k,decode/B64-L8k,decode/B64-L8k-b256,decode/skew,prefill/1x8k,prefill/1x8k-d64"
 )
 SECTIONS = ("SpeedOfLight", "LaunchStats", "Occupancy", "SchedulerStats", "MemoryWorkloadAnalysis")
-# Nsight Compute's names, with the unit where two metrics share one, and what the record calls them.
+# Nsight Compute's names, with the unit where it matters, and what the record calls them.
 METRICS = {
-    ("Duration", None): "duration",
+    ("Duration", "ns"): "duration_ns",
     ("DRAM Throughput", "%"): "dram_percent",
     ("L1/TEX Cache Throughput", "%"): "l1_percent",
     ("L2 Cache Throughput", "%"): "l2_percent",
     ("Compute (SM) Throughput", "%"): "sm_percent",
-    ("Memory Throughput", "byte/s"): "dram_rate",
+    ("Memory Throughput", "byte/s"): "dram_bytes_per_s",
     ("L2 Hit Rate", "%"): "l2_hit_percent",
     ("Issued Warp Per Scheduler", None): "issued_warps_a_cycle",
     ("Achieved Occupancy", "%"): "occupancy_percent",
@@ -60,10 +60,12 @@ def profile(pattern: str, out: Path | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         log, order = Path(folder, "ncu.csv"), Path(folder, "order.json")
         sections = [word for section in SECTIONS for word in ("--section", section)]
-        command = ["ncu", *sections, "--page", "details", "--csv", "--log-file", str(log), "--clock-control", "none"]
+        command = ["ncu", *sections, "--page", "details", "--csv", "--print-units", "base", "--log-file", str(log)]
         inner = [sys.executable, "-m", "bench.profile", str(order), *cases]
         try:
-            done = subprocess.run([*command, "--profile-from-start", "off", *inner], check=False)
+            done = subprocess.run(
+                [*command, "--clock-control", "none", "--profile-from-start", "off", *inner], check=False
+            )
         except FileNotFoundError:
             raise RuntimeError("no ncu on the PATH: Nsight Compute reads the counters") from None
         if done.returncode or not order.exists():

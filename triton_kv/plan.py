@@ -35,8 +35,8 @@ class AttentionPlan:
     is captured stays right for other lengths. The scheme follows the plan and run of FlashInfer, without its host step.
 
     Args:
-        layer: a `LayerCache` or a pair of plain tensors; layers of one cache (pairs: of as many blocks) with the same heads,
-            dims, block size and dtype share it.
+        layer: a `LayerCache` or a pair of plain tensors; layers of one cache (pairs: of as many blocks) with the same
+            heads, dims, block size and dtype share it.
         num_query_heads: of the whole layer.
         max_seqs: sequences of a batch, at most.
         max_query_len: query tokens of a sequence, at most, in batches that go to the decode kernels.

@@ -15,16 +15,16 @@ def row(number, kernel, metric, unit, value):
 LINES = [
     "==PROF== Connected to process 7",
     HEADER,
-    row(0, "at::cuda::spin_kernel(long)", "Duration", "us", "1.2"),
-    row(1, "decode_kernel", "Duration", "us", "1,249.5"),
+    row(0, "at::cuda::spin_kernel(long)", "Duration", "ns", "1200"),
+    row(1, "decode_kernel", "Duration", "ns", "1,249,500"),
     row(1, "decode_kernel", "DRAM Throughput", "%", "93.4"),
     row(1, "decode_kernel", "Memory Throughput", "%", "93.4"),
-    row(1, "decode_kernel", "Memory Throughput", "Tbyte/s", "4.41"),
+    row(1, "decode_kernel", "Memory Throughput", "byte/s", "4,412,000,000,000.5"),
     row(1, "decode_kernel", "Registers Per Thread", "register/thread", "168"),
     row(1, "decode_kernel", "Theoretical Occupancy", "%", "12.5"),
     row(2, "join_kernel", "Grid Size", "", "2,048"),
-    row(3, "at::cuda::spin_kernel(long)", "Duration", "us", "1.2"),
-    row(4, "void flash::FlashAttnFwdSm90<int>(Params)", "Duration", "ms", "1.25"),
+    row(3, "at::cuda::spin_kernel(long)", "Duration", "ns", "1200"),
+    row(4, "void flash::FlashAttnFwdSm90<int>(Params)", "Duration", "ns", "1250000"),
 ]
 RUNS = [["decode/a", "ours"], ["decode/a", "fa3"]]
 
@@ -35,17 +35,15 @@ def test_kernels_are_read_with_their_units_and_shared_out_by_marks():
     assert ours["kernels"] == [
         {
             "kernel": "decode_kernel",
-            "duration": 1249.5,
-            "duration_unit": "us",
+            "duration_ns": 1249500,
             "dram_percent": 93.4,
-            "dram_rate": 4.41,
-            "dram_rate_unit": "Tbyte/s",
+            "dram_bytes_per_s": 4412000000000.5,
             "registers": 168,
         },
         {"kernel": "join_kernel", "programs": 2048},
     ]
     assert fa3["kernels"] == [
-        {"kernel": "void flash::FlashAttnFwdSm90<int>", "duration": 1.25, "duration_unit": "ms"},
+        {"kernel": "void flash::FlashAttnFwdSm90<int>", "duration_ns": 1250000},
     ]
 
 
