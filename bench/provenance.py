@@ -149,8 +149,9 @@ GPU_FIELDS = {  # name in the record -> field of nvidia-smi
 
 
 def gpu_state() -> dict[str, Any]:
-    """Name, driver, clocks, power and temperature of GPU 0 now, as nvidia-smi reports them; None where it cannot."""
-    query = ["nvidia-smi", "-i", "0", f"--query-gpu={','.join(GPU_FIELDS.values())}", "--format=csv,noheader,nounits"]
+    """Name, driver, clocks, power and temperature of the first visible GPU now by nvidia-smi; None where it cannot."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+    query = ["nvidia-smi", "-i", first, f"--query-gpu={','.join(GPU_FIELDS.values())}", "--format=csv,noheader,nounits"]
     try:
         line = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

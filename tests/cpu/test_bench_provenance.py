@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bench.provenance import ROOT, provenance, source_id, tree_text
+from bench.provenance import ROOT, gpu_state, provenance, source_id, tree_text
 
 SAMPLE = '''
 """Docstring."""
@@ -112,3 +112,19 @@ def test_record_fields():
     assert facts["command"] == "python -m bench run 'a b'"
     for name in ("source_id", "gpu", "driver", "python", "torch", "triton", "cuda_bindings", "sm_clock_mhz"):
         assert name in facts
+
+
+@pytest.mark.parametrize(("visible", "asked"), [(None, "0"), ("", "0"), ("1", "1"), ("2,0", "2")])
+def test_the_first_visible_gpu_is_asked(visible, asked, monkeypatch):
+    commands = []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    def run(command, **_):
+        commands.append(command)
+        raise OSError
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert set(gpu_state().values()) == {None}
+    assert commands[0][:3] == ["nvidia-smi", "-i", asked]

@@ -30,13 +30,17 @@ from triton_kv.plan import AttentionPlan
 from triton_kv.prefill_hopper import use_prefill_kernel
 
 DTYPES = {"f32": F32, "f16": F16, "bf16": BF16}
-# Every case in bf16, and every third in each of the others: what differs is the width of an element.
-CASES = [
-    pytest.param(case, dtype, id=f"{'decode' if case.queries is None else 'varlen'}-{case}-{name}")
-    for number, case in enumerate(DECODE_CASES + VARLEN_CASES)
-    for turn, (name, dtype) in enumerate(DTYPES.items())
-    if name == "bf16" or number % 3 == turn
-]
+
+
+def in_dtypes(cases, dtypes):
+    """Every case in bf16, and in turn one more dtype: what differs is the width of an element."""
+    for number, case in enumerate(cases):
+        for turn, name in enumerate(dtypes):
+            if name == "bf16" or number % len(dtypes) == turn:
+                kind = "decode" if case.queries is None else "varlen"
+                yield pytest.param(case, DTYPES[name], id=f"{kind}-{case}-{name}")
+
+
 MODEL = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "v_head_dim": 128, "dtype": BF16}
 LARGE_CASES = (
     decode("one_8k", 8192, **MODEL),
@@ -78,15 +82,14 @@ def attend(tensors, function=paged_attention, out=None):
     return function(tensors.q, tensors.layer, tensors.metadata, out=out, return_lse=True, **tensors.arguments)
 
 
-@pytest.mark.parametrize(("case", "dtype"), CASES)
+@pytest.mark.parametrize(("case", "dtype"), in_dtypes(DECODE_CASES + VARLEN_CASES, ("f32", "f16", "bf16")))
 def test_kernels_equal_the_naive_loop(case, dtype):
     tensors = make_tensors(replace(case, dtype=dtype), "cuda")
     out, lse = attend(tensors)
     assert_attention(tensors, out, lse)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("case", FORCED_CASES, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), in_dtypes(FORCED_CASES, ("f32", "f16", "bf16")))
 def test_the_portable_prefill_kernel_takes_few_query_tokens(case, dtype):
     tensors = make_tensors(replace(case, dtype=dtype), "cuda")
     with use_prefill_kernel("portable"):
@@ -94,8 +97,7 @@ def test_the_portable_prefill_kernel_takes_few_query_tokens(case, dtype):
     assert_attention(tensors, out, lse)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
-@pytest.mark.parametrize("case", BOX_CASES, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), in_dtypes(BOX_CASES, ("f16", "bf16")))
 def test_the_copy_engine_brings_tiles_into_the_portable_kernel(case, dtype):
     """On Hopper GPUs, and by pointers elsewhere."""
     tensors = make_tensors(replace(case, dtype=dtype), "cuda")
