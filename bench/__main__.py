@@ -186,13 +186,13 @@ def _plot(asked: argparse.Namespace) -> int:
 
 
 def _measured(paths: Sequence[str]) -> list[dict[str, Any]]:
-    """The records with measured cases. Those of test runs and profiles are named and left out."""
+    """The records of suites. Those of another form are named and left out."""
     records = []
     for path in paths:
         if has_timings(path):
             records.append(read_record(path))
         else:
-            print(f"{path} holds test results or counters, not timings: left out", file=sys.stderr)
+            print(f"{path} is not the record of a suite: left out", file=sys.stderr)
     return records
 
 

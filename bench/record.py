@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOFLINES = ("read_gbps", "write_gbps", "copy_gbps", "matmul_tflops")
+OTHERS = ("gpu_tests", "memcheck", "profile", "tune")  # records of another form
 TIMES = ("median_us", "p20_us", "p80_us")
 
 
@@ -59,12 +60,12 @@ def read_record(path: Path | str) -> dict[str, Any]:
 
 
 def has_timings(path: Path | str) -> bool:
-    """Whether a file is not plainly another record: outcomes of tests (`bench.gpu_tests`) or counters (`profile`)."""
+    """Whether a file is not plainly one of the `OTHERS`; what else is wrong with it, reading it says."""
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return True  # reading it says what is wrong
-    return not isinstance(record, dict) or "cases" in record or not ("counts" in record or "profiles" in record)
+        return True
+    return not isinstance(record, dict) or record.get("suite") not in OTHERS
 
 
 def problems_of(record: Any) -> list[str]:

@@ -40,9 +40,9 @@ JOINS = ((16, 128, 1), (32, 128, 4), (64, 32, 2), (128, 32, 4), (256, 32, 8))  #
 
 
 def candidates(case: AttentionCase, default: DecodeChoice, num_sms: int) -> list[DecodeChoice]:
-    """The default, every other loop with the default's join, and every other join with the default's loop."""
+    """The default, its programs in the other order, every other loop with its join, every other join with its loop."""
     lanes = max(64, 1 << (case.head_dim - 1).bit_length())
-    found = [default]
+    found = [default, replace(default, spreads_idle=not default.spreads_idle)]
     for tile, num_warps, num_stages, per_sm in LOOPS:
         tile = min(max(16, tile * 128 // lanes), 8 * case.block_size)
         num_chunks = max(1, num_sms * per_sm // case.num_kv_heads)
@@ -162,6 +162,7 @@ def _measure(session: Session, case: AttentionCase) -> dict[str, Any]:
         text = (
             f"tile {choice['tile']:3} warps {choice['num_warps']} stages {choice['num_stages']} chunks "
             f"{choice['num_chunks']:3} join {choice['join_parts']}x{choice['join_channels']}x{choice['join_warps']}"
+            f"{' spread' if choice['spreads_idle'] else ''}"
         )
         if not entry["ok"]:
             print(f"  failed  {text}: {entry['error']}", flush=True)
