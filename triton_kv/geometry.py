@@ -221,7 +221,7 @@ def arrange(
             pages[name] = page
     slots = _shared_slots(groups, shared_by, pages)
     blocks = _packed_blocks(packed, slots, pages)
-    _check_block_sizes(groups, slots, pages)
+    _check_block_sizes(groups, slots, pages, block_size)
 
     places: dict[str, PlacedLayer] = {}
     buffers: list[BufferGeometry] = []
@@ -334,12 +334,6 @@ def joined(first: CacheGeometry, second: CacheGeometry) -> CacheGeometry:
     titles = [group.name for group in (*first.groups, *second.groups)]
     if len(set(titles)) < len(titles):
         raise ValueError(f"groups named twice in {titles}; give the new one a name of its own")
-    sizes = {layer.block_size for layer in second.layers} - {first.block_size}
-    if sizes:
-        raise ValueError(
-            f"mixed block numbering: the new layers count blocks of {', '.join(map(str, sorted(sizes)))} tokens, the "
-            f"cache of {first.block_size}; give them its block_size"
-        )
     moved = tuple(
         replace(layer, index=layer.index + len(first.layers), buffer=layer.buffer + len(first.buffers))
         for layer in second.layers
@@ -488,11 +482,12 @@ def _check_sets(argument: str, sets: Sequence[tuple[str, ...]], pages: Mapping[s
 
 
 def _check_block_sizes(
-    groups: Sequence[LayerGroup], slots: Sequence[tuple[str, ...]], pages: Mapping[str, _Page]
+    groups: Sequence[LayerGroup], slots: Sequence[tuple[str, ...]], pages: Mapping[str, _Page], block_size: int
 ) -> None:
-    """Block ids of groups with buffers of their own mean the same tokens, so their block sizes must agree."""
-    shared = {name for slot in slots for name in slot}
-    owners = [group for group in groups if not set(group.names) <= shared]
+    """Block ids of groups with buffers of their own mean the same tokens: those of the cache's block size."""
+    slotted = {name for slot in slots for name in slot}
+    overlaid = {pages[name].group.name for slot in slots if _groups_in(slot, pages) > 1 for name in slot}
+    owners = [group for group in groups if group.name not in overlaid or not set(group.names) <= slotted]
     sizes = {group.name: pages[group.names[0]].block_size for group in owners}
     if len(set(sizes.values())) > 1:
         raise ValueError(
@@ -500,6 +495,16 @@ def _check_block_sizes(
             "buffers, so one block id would mean different tokens; give them one block_size, or shared_by= so that "
             "each has block tables of its own"
         )
+    for name, size in sizes.items():
+        if size != block_size:
+            raise ValueError(
+                f"mixed block numbering: group {name!r} counts blocks of {size} tokens and shares no buffers, the cache "
+                f"of {block_size}; give it the cache's block_size, or reserve the cache with block_size={size}"
+            )
+
+
+def _groups_in(slot: Sequence[str], pages: Mapping[str, _Page]) -> int:
+    return len({pages[name].group.name for name in slot})
 
 
 def _side_by_side(slots: Sequence[Sequence[_Page]]) -> tuple[list[tuple[int, int]], int]:
