@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from triton_kv.layout import LETTERS, expand_order
-from triton_kv.spec import AttentionSpec, LayerSpec, MLASpec, StateSpec, positive_int
+from triton_kv.spec import AttentionSpec, LayerSpec, StateSpec, keeps_tokens, positive_int
 
 DEFAULT_ORDER = "LTBNHD"
 Layers = Mapping[str, LayerSpec] | Sequence[tuple[str, LayerSpec]]
@@ -161,5 +161,4 @@ def kind_of(spec: LayerSpec) -> str:
 
 def is_hybrid(specs: Sequence[LayerSpec]) -> bool:
     """Whether attention layers share the cache with layers that keep a state instead of tokens."""
-    states = [spec for spec in specs if not isinstance(spec, (AttentionSpec, MLASpec))]
-    return bool(states) and any(isinstance(spec, AttentionSpec) for spec in specs)
+    return not all(map(keeps_tokens, specs)) and any(isinstance(spec, AttentionSpec) for spec in specs)

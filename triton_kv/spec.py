@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -104,7 +104,9 @@ class StateSpec(Protocol):
 
     `MLASpec` and `MambaSpec` are two; a class of your own with these three members is a third, and the cache reserves,
     extends, zeroes and shows it like the others. It must be hashable and compare by value (a frozen dataclass does),
-    and its `repr` must name everything that ranks have to agree on.
+    and its `repr` must name everything that ranks have to agree on. Where the page holds something for each token of the
+    block, as K and V do, the class also says `per_token = True`: a sequence then takes a block for every `block_size`
+    tokens. Without it a block is one state, whatever the length.
     """
 
     @property
@@ -119,6 +121,11 @@ class StateSpec(Protocol):
 
 
 LayerSpec = AttentionSpec | StateSpec
+
+
+def keeps_tokens(spec: LayerSpec) -> bool:
+    """Whether a layer keeps something for every token: K and V, a latent, or a state that says `per_token`."""
+    return isinstance(spec, AttentionSpec) or bool(getattr(spec, "per_token", False))
 
 
 @dataclass(frozen=True)
@@ -137,6 +144,7 @@ class MLASpec:
     qk_rope_head_dim: int
     dtype: torch.dtype
     window: int | None = None
+    per_token: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_lora_rank", positive_int("kv_lora_rank", self.kv_lora_rank))
