@@ -44,6 +44,7 @@ def test_plan_as_json(config, capsys):
     assert int(0.92 * 141 * GIB) // (64 * 2 * MIB) == 1037
     assert report["num_blocks"] == 530944
     assert report["tokens_of_one_sequence"] == 530944 * 16
+    assert report["sequences_of_any_length"] is None
     assert report["mapped_bytes"] == 1037 * 64 * 2 * MIB <= report["limit_bytes"] == int(0.92 * 141 * GIB)
     (group,) = report["groups"]
     assert (group["group"], len(group["layers"]), group["segments"], group["page_bytes"]) == (
@@ -113,6 +114,40 @@ def test_sizes(text, num_bytes):
     assert parse_bytes(text) == num_bytes
 
 
+CODESTRAL_MAMBA = {
+    "model_type": "mamba2",
+    "num_hidden_layers": 64,
+    "hidden_size": 4096,
+    "num_heads": 128,
+    "head_dim": 64,
+    "state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_plan_of_states_counts_sequences_of_any_length(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(CODESTRAL_MAMBA))
+    arguments = ["plan", str(tmp_path), "--memory", "24GiB", "--utilization", "1"]
+    assert main([*arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    # 64 layers of 61440 + 4194304 bytes, each a segment of its own. 24 GiB are 192 granules a layer, which hold
+    # 192 x 2 MiB // 4255744 = 94 states: one a sequence.
+    assert 192 * 2 * MIB // 4255744 == 94
+    assert report["num_blocks"] == report["sequences_of_any_length"] == 94
+    assert report["tokens_of_one_sequence"] is None
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "94 sequences of any length"
+    geometry_of_one = tkv.specs_from_config(CODESTRAL_MAMBA)
+    with tkv.KVCache.reserve(geometry_of_one, block_size=16, capacity=512, memory=tkv.FakeMemory()) as cache:
+        plan = tkv.plan_blocks(cache, headroom_bytes=0, num_blocks=90, spare_blocks=1)
+        assert plan.longest_sequence_tokens is None
+        assert [plan.num_sequences(tokens) for tokens in (1, 16, 10**9)] == [89, 89, 89]
+        assert "90 blocks" in str(plan) and ", 89 sequences of any length" in str(plan)
+        assert tkv.Plan.from_json(plan.to_json()).longest_sequence_tokens is None
+
+
 def geometry(groups, **options) -> tkv.CacheGeometry:
     return tkv.arrange(groups, **{"block_size": 16, "capacity": 60, "granularity": 4096, **options})
 
@@ -139,6 +174,12 @@ def test_table():
     ("groups", "options", "blocks", "tokens"),
     [
         (MIXED, {}, 10, 160),
+        # a state serves a sequence of any length
+        ([tkv.LayerGroup("mamba", {"m.0": STATE})], {}, 10, None),
+        ([tkv.LayerGroup("mamba", {"m.0": STATE})], {}, 0, 0),
+        # two kinds that overlay each other take a block each
+        ([tkv.LayerGroup(name, {name: STATE}) for name in "xy"], {"shared_by": "groups"}, 2, None),
+        ([tkv.LayerGroup(name, {name: STATE}) for name in "xy"], {"shared_by": "groups"}, 1, 0),
         # 10 blocks: one for the state, 9 for attention
         (MIXED, {"shared_by": "groups"}, 10, 144),
         (MIXED, {"shared_by": "groups", "packed": True}, 10, 144),
@@ -158,7 +199,7 @@ def test_table():
             64,
         ),
     ],
-    ids=["apart", "shared", "shared_and_packed", "packed", "window", "short"],
+    ids=["apart", "state", "no_block", "states_shared", "one_block_of_two", "shared", "shared_and_packed", "packed", "window", "short"],
 )
 def test_tokens_of_one_sequence(groups, options, blocks, tokens):
     assert tokens_of_one_sequence(block_takers(geometry(groups, **options)), blocks) == tokens

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import triton_kv as tkv
+from triton_kv.description import block_takers, tokens_of_one_sequence
 from triton_kv.groups import block_major, groups_of
 
 PAGE = 4096
@@ -43,6 +44,12 @@ class Codebook:
             tkv.BlockTensor("scale", (2,), torch.float64, 0),
             tkv.BlockTensor("codes", (block_size, self.width), torch.uint8, 16),
         )
+
+
+class TokenCodes(Codebook):
+    """The same, but what is kept is each token's."""
+
+    per_token = True
 
 
 @pytest.mark.parametrize(
@@ -114,6 +121,20 @@ def test_attention_of_a_hybrid_model_is_block_major():
         assert (cache["a"].k[:, 0, 0, 0] == torch.arange(60.0)).all()
         assert (cache["a"].v[:, -1, -1, -1] == torch.arange(60.0, 120.0)).all()
         assert cache.padding_bytes == {"attention": 512, "mamba": 3000 - 2440}
+
+
+@pytest.mark.parametrize(
+    ("other", "order", "tokens"),
+    # 10 blocks of 16 tokens for both groups: 5 each, or one for a state and 9 for the tokens
+    [(MLA, "LTBNHD", 80), (TokenCodes(5), "LTBNHD", 80), (Codebook(5), "LBTNHD", 144), (MAMBA, "LBTNHD", 144)],
+    ids=["mla", "tokens_of_your_own", "state_of_your_own", "mamba"],
+)
+def test_what_keeps_tokens_is_no_state(other, order, tokens):
+    with reserve({"a": ATTENTION, "x": other}) as cache:
+        assert cache["a"].layout == order
+    groups = {"one": {"a": ATTENTION}, "two": {"x": other}}
+    with reserve(groups, shared_by="groups", layout="LBTNHD") as cache:
+        assert tokens_of_one_sequence(block_takers(cache.geometry), 10) == tokens
 
 
 @pytest.mark.parametrize(
@@ -206,6 +227,46 @@ def test_a_shared_buffer_has_the_least_page_that_fits_and_says_what_it_wastes():
         assert cache["m.0"].states[1].stride(0) == 8192 // 4
     # A page of 16 * 8192 + 16384 bytes would fit both only as a common multiple; the least that holds both does.
     assert cache.geometry.block_bytes == 2 * 8192
+
+
+def test_groups_that_share_may_count_blocks_of_their_own():
+    """Half the heads, twice the tokens: pages of one size, and nothing wasted."""
+    narrow = tkv.AttentionSpec(num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    groups = [
+        tkv.LayerGroup("x", {"a": ATTENTION}),
+        tkv.LayerGroup("y", {"b": narrow}, block_size=32),
+    ]
+    torch.manual_seed(0)
+    with reserve(groups, shared_by="groups", layout="LBTNHD") as cache:
+        cache.extend(10)
+        assert (cache["a"].k.shape, cache["b"].k.shape) == ((60, 16, 2, 16), (60, 32, 1, 16))
+        assert cache.padding_bytes == {"x": 0, "y": 0}
+        # 40 tokens are 3 blocks of 16 and 2 of 32
+        assert [taker.blocks_for(40) for taker in block_takers(cache.geometry)] == [3, 2]
+        tables = {"a": [0, 6, 9], "b": [3, 5]}
+        filled = {}
+        for name, table in tables.items():
+            layer = cache[name]
+            size, heads = layer.k.shape[1:3]
+            slots = torch.tensor([table[token // size] * size + token % size for token in range(40)])
+            k, v = torch.randn(2, 40, heads, 16)
+            tkv.write_kv(k, v, layer, slots)
+            filled[name] = (k, v, slots)
+        for name, (k, v, slots) in filled.items():
+            metadata = tkv.AttentionMetadata(
+                block_table=torch.tensor([tables[name]], dtype=torch.int32),
+                seq_lens=torch.tensor([40], dtype=torch.int32),
+                query_start_loc=None,
+                slot_mapping=slots[-1:],
+                num_tokens=1,
+                num_seqs=1,
+                max_query_len=1,
+            )
+            q = torch.randn(1, 2, 16)
+            keys, values = (x.expand(40, 2, 16) for x in (k, v))
+            weights = torch.softmax(torch.einsum("hd,thd->ht", q[0], keys) / 4, -1)
+            found = tkv.paged_attention(q, cache[name], metadata)
+            torch.testing.assert_close(found[0], torch.einsum("ht,thd->hd", weights, values), atol=1e-5, rtol=1e-5)
 
 
 def test_a_64_kib_page_beside_an_8_kib_page():
@@ -590,10 +651,31 @@ BAD = {
         ValueError,
         "mixed block numbering.*'a': 16, 'b': 32",
     ),
+    "mixed block numbering of cache and group": (
+        lambda: reserve(tkv.LayerGroup("x", {"a": ATTENTION}, block_size=32)),
+        ValueError,
+        "mixed block numbering: group 'x' counts blocks of 32 tokens .* the cache of 16; .* with block_size=32",
+    ),
+    "mixed block numbering of a slot alone": (
+        lambda: reserve(tkv.LayerGroup("x", {"a": ATTENTION}, block_size=32), shared_by="groups"),
+        ValueError,
+        "mixed block numbering: group 'x' counts blocks of 32 tokens",
+    ),
+    "mixed block numbering beside sharers": (
+        lambda: reserve(
+            [
+                *(tkv.LayerGroup(name, {name: WINDOW}, block_size=32) for name in "xy"),
+                tkv.LayerGroup("z", {"z": MLA}, block_size=64),
+            ],
+            shared_by=[["x", "y"]],
+        ),
+        ValueError,
+        "mixed block numbering: group 'z' counts blocks of 64 tokens",
+    ),
     "mixed block numbering later": (
         lambda: reserve({"a": ATTENTION}).add_group(tkv.LayerGroup("b", {"b": ATTENTION}, block_size=32)),
         ValueError,
-        "mixed block numbering: .* 32 tokens, the cache of 16",
+        "mixed block numbering: group 'b' counts blocks of 32 tokens .* the cache of 16",
     ),
     "added twice": (
         lambda: reserve({"a": ATTENTION}).add_group(tkv.LayerGroup("b", {"a": ATTENTION})),
