@@ -18,7 +18,7 @@ from triton_kv.groups import DEFAULT_ORDER, LayerGroup, block_major, check_names
 from triton_kv.layout import CacheLayout
 from triton_kv.memory.reservation import granule_bytes, round_up
 from triton_kv.picture import picture_as_svg, picture_as_text
-from triton_kv.spec import AttentionSpec, BlockTensor, LayerSpec, positive_int
+from triton_kv.spec import AttentionSpec, BlockTensor, LayerSpec, positive_int, whole_number
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ class CacheGeometry:
 
     def mapped_bytes_at(self, num_blocks: int) -> int:
         """Physical bytes of `num_blocks` committed blocks over all buffers, whole granules, exact."""
+        num_blocks = whole_number("num_blocks", num_blocks)
         if not 0 <= num_blocks <= self.capacity:
             raise ValueError(f"num_blocks must lie in 0..{self.capacity} (the capacity), got {num_blocks}")
         return sum(buffer.mapped_bytes_at(num_blocks, self.granularity) for buffer in self.buffers)
@@ -126,7 +127,7 @@ class CacheGeometry:
 
     def describe(self, num_blocks: int) -> str:
         """A table for people: groups, layers, layouts, pages, segments, padding, and bytes at `num_blocks` blocks."""
-        return describe(self, num_blocks)
+        return describe(self, whole_number("num_blocks", num_blocks))
 
     def layout_picture(self, num_blocks: int, *, form: str = "svg") -> str:
         """A drawing of segments, blocks and granules with `num_blocks` committed, as `form` "svg" or "text".
@@ -135,6 +136,7 @@ class CacheGeometry:
         """
         if form not in ("svg", "text"):
             raise ValueError(f'form must be "svg" or "text", got {form!r}')
+        num_blocks = whole_number("num_blocks", num_blocks)
         return picture_as_svg(self, num_blocks) if form == "svg" else picture_as_text(self, num_blocks)
 
     def signature(self) -> str:
@@ -351,7 +353,7 @@ def _pages(group: LayerGroup, layout: str, block_size: int, hybrid: bool) -> lis
     block_size = group.block_size or block_size
     order = group.layout or checked_order(layout, group.specs)
     for name, spec in zip(group.names, group.specs):
-        alignment = spec.alignment_bytes
+        alignment = positive_int(f"layer {name!r}: alignment_bytes", spec.alignment_bytes)
         if isinstance(spec, AttentionSpec):
             letters = block_major(order) if hybrid else order
             one = CacheLayout("L" + letters.replace("L", ""), spec, num_layers=1, block_size=block_size, capacity=1)
@@ -383,10 +385,16 @@ def _checked_page(name: str, spec: LayerSpec, block_size: int) -> int:
     assert not isinstance(spec, AttentionSpec)
     size = positive_int(f"layer {name!r}: page_bytes", spec.page_bytes(block_size))
     end = 0
-    tensors = sorted(spec.block_tensors(block_size), key=lambda tensor: tensor.offset_bytes)
+    tensors = tuple(spec.block_tensors(block_size))
     if not tensors:
         raise ValueError(f"layer {name!r}: its spec has no tensors; a page without them cannot be viewed")
     for tensor in tensors:
+        if not isinstance(tensor, BlockTensor):
+            raise TypeError(f"layer {name!r}: block_tensors must give BlockTensors, got {tensor!r}")
+    names = [tensor.name for tensor in tensors]
+    if len(set(names)) < len(names):
+        raise ValueError(f"layer {name!r}: tensors are named twice in {names}; give each a name of its own")
+    for tensor in sorted(tensors, key=lambda tensor: tensor.offset_bytes):
         if tensor.num_bytes < 1:
             raise ValueError(f"layer {name!r}: tensor {tensor.name!r} of shape {tensor.shape} has no elements")
         if tensor.offset_bytes % tensor.dtype.itemsize or spec.alignment_bytes % tensor.dtype.itemsize:
@@ -498,8 +506,8 @@ def _check_block_sizes(
     for name, size in sizes.items():
         if size != block_size:
             raise ValueError(
-                f"mixed block numbering: group {name!r} counts blocks of {size} tokens and shares no buffers, the cache "
-                f"of {block_size}; give it the cache's block_size, or reserve the cache with block_size={size}"
+                f"mixed block numbering: group {name!r} counts blocks of {size} tokens and shares no buffers, the "
+                f"cache of {block_size}; give it the cache's block_size, or reserve the cache with block_size={size}"
             )
 
 

@@ -50,6 +50,8 @@ def add_plan_command(commands: Any) -> argparse.ArgumentParser:
 
 def run_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Prints the plan; returns 0, or 1 where not even one block fits. Exits with 2 for what cannot be."""
+    if options.used > options.memory:
+        parser.error(f"--used {options.used} bytes is more than --memory {options.memory} bytes: nothing is left")
     try:
         geometry = _geometry(options)
         fitted = fit_blocks(

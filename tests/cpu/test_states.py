@@ -594,6 +594,20 @@ class Unaligned(Codebook):
         return (tkv.BlockTensor("x", (2,), torch.float32, 6),)
 
 
+class Twice(Codebook):
+    def block_tensors(self, block_size: int) -> tuple[tkv.BlockTensor, ...]:
+        return (tkv.BlockTensor("x", (1,), torch.float64, 0), tkv.BlockTensor("x", (1,), torch.float64, 8))
+
+
+class Plain(Codebook):
+    def block_tensors(self, block_size: int) -> tuple[tuple, ...]:
+        return (("x", (1,), torch.float64, 0),)
+
+
+class NoHash(Codebook):
+    __hash__ = None
+
+
 def two(first, second, **options):
     return lambda: reserve([tkv.LayerGroup("one", first), tkv.LayerGroup("two", second)], **options)
 
@@ -744,8 +758,63 @@ BAD = {
         "K and V need all six letters",
     ),
     "tensors overlap": (lambda: reserve({"x": Overlapping(5)}), ValueError, "tensor 'y', bytes 15 to 19, overlaps"),
+    "tensor names": (
+        lambda: reserve({"x": Twice(5)}),
+        ValueError,
+        r"layer 'x': tensors are named twice in \['x', 'x'\]",
+    ),
+    "no tensors but tuples": (lambda: reserve({"x": Plain(5)}), TypeError, "layer 'x': block_tensors must give BlockT"),
+    "alignment of zero": (
+        lambda: reserve({"x": Codebook(5, 0)}),
+        ValueError,
+        "layer 'x': alignment_bytes must be at least 1, got 0",
+    ),
+    "alignment no integer": (
+        lambda: reserve({"x": Codebook(5, 8.0)}),
+        TypeError,
+        "layer 'x': alignment_bytes must be an integer, got 8.0",
+    ),
+    "no hash": (lambda: reserve({"x": NoHash(5)}), TypeError, "layer 'x': a spec must be hashable.*frozen dataclass"),
+    "negative rope part": (
+        lambda: tkv.MLASpec(512, -1, torch.bfloat16),
+        ValueError,
+        "^qk_rope_head_dim must not be negative, got -1",
+    ),
+    "rope part no integer": (
+        lambda: tkv.MLASpec(512, 64.0, torch.bfloat16),
+        TypeError,
+        "^qk_rope_head_dim must be an integer, got 64.0",
+    ),
+    "state without a shape": (
+        lambda: tkv.MambaSpec([("s", torch.float32)]),
+        TypeError,
+        r"a state is \(name, shape, dtype\), .* got \('s', torch.float32\)",
+    ),
+    "state shape no sequence": (
+        lambda: tkv.MambaSpec([("s", 5, torch.float32)]),
+        TypeError,
+        r"a state is \(name, shape, dtype\), .* got \('s', 5, torch.float32\)",
+    ),
+    "state no tuple": (lambda: tkv.MambaSpec([5]), TypeError, r"a state is \(name, shape, dtype\), .* got 5"),
+    "group name": (lambda: tkv.LayerGroup(None, {"a": ATTENTION}), TypeError, "a group's name is a string, got None"),
+    "group name of a mapping": (lambda: reserve({0: {"a": ATTENTION}}), TypeError, "a group's name is a string, got 0"),
+    "added no group": (
+        lambda: reserve({"a": ATTENTION}).add_group({"b": ATTENTION}),
+        TypeError,
+        "add_group takes a LayerGroup, such as .*, got {'b': ",
+    ),
+    "no groups to cut": (lambda: tkv.equal_groups([]), ValueError, "equal_groups needs at least one group"),
     "tensor not aligned": (lambda: reserve({"x": Unaligned(5)}), ValueError, "tensor 'x' of torch.float32 at byte 6"),
 }
+
+
+@pytest.mark.parametrize("call", ["describe", "layout_picture", "mapped_bytes_at"])
+def test_a_number_of_blocks_is_whole(call):
+    with reserve({"a": ATTENTION}, capacity=4) as cache:
+        for asked in (cache, cache.geometry):
+            for number in (2.5, 2.0, "2", True):
+                with pytest.raises(TypeError, match="num_blocks must be an integer, got"):
+                    getattr(asked, call)(number)
 
 
 @pytest.mark.parametrize(("call", "error", "message"), BAD.values(), ids=BAD.keys())
