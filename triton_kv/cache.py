@@ -269,7 +269,10 @@ class KVCache:
         return self._store.mapped_bytes
 
     def mapped_bytes_at(self, num_blocks: int) -> int:
-        """The physical bytes that `num_blocks` committed blocks hold, exact and without committing anything."""
+        """The physical bytes that `num_blocks` committed blocks hold, exact and without committing anything.
+
+        While segments share their first granules (`alias=True`) the cache holds less: `mapped_bytes` has that.
+        """
         return self._store.mapped_bytes_at(whole_number("num_blocks", num_blocks))
 
     @property

@@ -116,7 +116,10 @@ class CacheGeometry:
         return totals
 
     def mapped_bytes_at(self, num_blocks: int) -> int:
-        """Physical bytes of `num_blocks` committed blocks over all buffers, whole granules, exact."""
+        """Physical bytes of `num_blocks` committed blocks over all buffers, whole granules, exact.
+
+        While the segments of a cache with `alias=True` share their first granules it holds less.
+        """
         num_blocks = whole_number("num_blocks", num_blocks)
         if not 0 <= num_blocks <= self.capacity:
             raise ValueError(f"num_blocks must lie in 0..{self.capacity} (the capacity), got {num_blocks}")
