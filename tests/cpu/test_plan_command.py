@@ -12,6 +12,7 @@ import torch
 import triton_kv as tkv
 from triton_kv.cli import main
 from triton_kv.description import block_takers, tokens_of_one_sequence
+from triton_kv.picture import pieces_of
 from triton_kv.plan_command import parse_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -244,6 +245,56 @@ def test_text_picture():
         "  |" + ("AA" + "B" * 12 + "." * 4) * 4 + "| A m.0 conv, B m.0 ssm",
         "  |" + "#" * 48 + "-" * 24 + "| mapped: 2 granules",
     ]
+
+
+NAMED = ["LTBNHD", "LBTNHD", "LBTHND", "TLBNHD", "BLTNHD", "LBNHTD", "LBHNTD", "LHBNTD", "BLNHTD", "BLHNTD", "BHLNTD"]
+
+
+@pytest.mark.parametrize("order", [*NAMED, "LTHBND", "LBHTND", "BTLHND", "LBNTHD"])
+@pytest.mark.parametrize("value_dim", [4, 6])
+def test_pieces_of_a_picture_are_where_the_views_say(order, value_dim):
+    spec = tkv.AttentionSpec(num_kv_heads=2, head_dim=4, dtype=torch.float32, v_head_dim=value_dim)
+    options = {"block_size": 2, "capacity": 3, "granularity": 256, "layout": order}
+    try:
+        small = tkv.arrange([tkv.LayerGroup("g", {"x": spec, "y": spec})], **options)
+    except ValueError:
+        assert value_dim != spec.head_dim
+        return
+    (part,) = small.buffers
+    drawn = {}
+    for piece in pieces_of(small, 0):
+        start = piece.segment * part.segment_stride_bytes + piece.offset
+        for byte in range(start, start + piece.num_bytes):
+            assert byte not in drawn
+            drawn[byte] = (piece.label.split(" ")[0], *piece.label.split(" head ")[1:], piece.block)
+            if " K+V" not in piece.label:
+                drawn[byte] += (piece.label.split(" ")[1],)
+    rows = torch.cartesian_prod(torch.arange(3), torch.arange(2), torch.arange(2)).tolist()
+    for layer in small.layers:
+        for kv, strides, dim in (("K", layer.layout.k_strides, 4), ("V", layer.layout.v_strides, value_dim)):
+            for block, token, head in rows:
+                at = (kv == "V") * layer.layout.v_offset
+                at += block * strides[0] + token * strides[1] + head * strides[2]
+                for channel in range(dim):
+                    byte = layer.base_bytes + 4 * (at + channel * strides[3])
+                    found = drawn[byte]
+                    assert found[0] == layer.name
+                    assert block in found
+                    assert {kv, *"KV"} & set(found) <= {kv}
+                    assert set(found[1:]) & {"0", "1"} <= {str(head)}
+    assert len(drawn) == 3 * small.block_bytes
+
+
+def test_a_picture_shows_heads_before_layers():
+    spec = tkv.AttentionSpec(num_kv_heads=2, head_dim=4, dtype=torch.float32)
+    small = geometry([tkv.LayerGroup("g", {"x": spec, "y": spec})], layout="BHLNTD", capacity=2)
+    labels = [piece.label for piece in pieces_of(small, 0) if piece.block == 1]
+    assert labels == ["x K+V head 0", "y K+V head 0", "x K+V head 1", "y K+V head 1"]
+
+
+def test_every_named_layout_has_a_picture():
+    for order in NAMED:
+        assert (ROOT / "docs" / "layouts" / f"{order}.svg").exists()
 
 
 def test_svg_picture_shows_every_segment_block_and_mapped_granule():
