@@ -102,7 +102,7 @@ def _text_fields(fields: Config) -> Config:
     text = {name: value for name, value in fields["text_config"].items() if name not in _DTYPE_FIELDS or value}
     if not any(name in text for name in _DTYPE_FIELDS):
         text |= {name: fields[name] for name in _DTYPE_FIELDS if name in fields}
-    sizes = _SIZES.get(text.get("model_type", ""), ())
+    sizes = _SIZES.get(_model_type(text) or "", ())
     return {**dict(zip(("num_hidden_layers", "hidden_size", "num_attention_heads"), sizes)), **text}
 
 

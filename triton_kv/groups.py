@@ -20,7 +20,7 @@ class LayerGroup:
     layout: the order of the dimensions, outermost first; `None` is the cache's. Of layers that keep no K and V, only
         whether L or B comes first matters: "LB" gives each layer a segment, "BL" packs the layers of a block together.
     block_size: tokens a block; `None` is the cache's. Groups that do not share buffers have one block numbering, and
-        so one block size.
+        so the cache's block size.
     page_bytes: what one block of each layer takes over the layer's segments, where it is to be padded; `None` is what
         the spec needs.
     separate: a reservation a layer, instead of one for all layers of equal pages.

@@ -437,6 +437,10 @@ def test_bad_configs(config, options, message):
 
 WRONG_TYPES = {
     "layer_types": (GPT_OSS_20B | {"layer_types": 5}, "layer_types must be a list of one word a layer, got 5"),
+    "inner model_type": (
+        {"model_type": "llava", "text_config": {"model_type": ["llama"]}},
+        r"model_type must be one word, got \['llama'\]",
+    ),
     "model_type": ({"model_type": ["llama"]}, r"model_type must be one word, got \['llama'\]"),
     "pattern": (
         GEMMA_3_4B["text_config"] | {"sliding_window_pattern": "6"},
