@@ -52,10 +52,15 @@ def examples() -> list[Example]:
         Example("LTBNHD", "`LTBNHD`", "A K and a V tensor a layer, as FlashAttention takes them.", uniform("LTBNHD")),
         Example(
             "LBTNHD",
-            "`LBTNHD`, `LBTHND`",
-            "K and V of a block side by side, as FlashInfer takes them (NHD; in HND heads come before tokens in the "
-            "same pages).",
+            "`LBTNHD`",
+            "K and V of a block side by side, as FlashInfer takes them (NHD).",
             uniform("LBTNHD"),
+        ),
+        Example(
+            "LBTHND",
+            "`LBTHND`",
+            "The same pages with heads in front of tokens, FlashInfer's HND: each head's tokens lie together.",
+            uniform("LBTHND"),
         ),
         Example("TLBNHD", "`TLBNHD`", "One `[2, layers, blocks, ...]` tensor: all K, then all V.", uniform("TLBNHD")),
         Example(
@@ -67,12 +72,19 @@ def examples() -> list[Example]:
         ),
         Example(
             "LBNHTD",
-            "`LBNHTD`, `LBHNTD`",
-            "vLLM's LBNHC and LBHNC: key and value of a head share one row.",
+            "`LBNHTD`",
+            "vLLM's LBNHC: key and value of a head share one row.",
             uniform("LBNHTD"),
         ),
+        Example(
+            "LBHNTD",
+            "`LBHNTD`",
+            "vLLM's LBHNC: the same rows, those of a head together.",
+            uniform("LBHNTD"),
+        ),
         Example("LHBNTD", "`LHBNTD`", "vLLM's LHBNC: a segment for each head of each layer.", uniform("LHBNTD")),
-        Example("BLNHTD", "`BLNHTD`, `BLHNTD`", "vLLM's BLNHC and BLHNC: cross-layer.", uniform("BLNHTD")),
+        Example("BLNHTD", "`BLNHTD`", "vLLM's BLNHC: cross-layer, a row for each head.", uniform("BLNHTD")),
+        Example("BLHNTD", "`BLHNTD`", "vLLM's BLHNC: cross-layer, the rows of a head together.", uniform("BLHNTD")),
         Example(
             "BHLNTD",
             "`BHLNTD`",

@@ -36,8 +36,10 @@ def groups_from_backends(statements: Mapping[str, BackendStatement | StateSpec])
     puts the blocks first; a state has one. Where attention layers stand beside states (a hybrid model) `arrange` and
     `reserve` put the blocks first, whatever was stated, so that all have one.
 
-    Pass the same names in `shared_by=` for layers that share a buffer: if their segments disagree, that is an error
-    that names them. Raises `ValueError` for statements that contradict themselves, naming the layer.
+    Groups count blocks of as many tokens as their backends state; `reserve` takes that number as its `block_size`, and
+    refuses others where groups share no buffers. Pass the same names in `shared_by=` for layers that share a buffer: if
+    their segments disagree, that is an error that names them. Raises `ValueError` for statements that contradict
+    themselves, naming the layer.
     """
     alike: dict[tuple[LayerSpec, str | None, int | None, int | None], dict[str, LayerSpec]] = {}
     for name, statement in statements.items():

@@ -269,7 +269,10 @@ class KVCache:
         return self._store.mapped_bytes
 
     def mapped_bytes_at(self, num_blocks: int) -> int:
-        """The physical bytes that `num_blocks` committed blocks hold, exact and without committing anything."""
+        """The physical bytes that `num_blocks` committed blocks hold, exact and without committing anything.
+
+        While segments share their first granules (`alias=True`) the cache holds less: `mapped_bytes` has that.
+        """
         return self._store.mapped_bytes_at(whole_number("num_blocks", num_blocks))
 
     @property
@@ -371,10 +374,15 @@ class KVCache:
         and `zero_blocks` inside it covers the new layers too. Waits for the zeroing, as `extend` does, and for the
         current stream.
 
+        The group joins no shared or packed buffer. Attention layers that are there already keep their layout, so those
+        of a hybrid model are block-major only if states were reserved with them.
+
         Raises `ValueError` for names that the cache has already, for another block size and for what `reserve` refuses,
-        `OutOfMemory`, `AddressSpaceExhausted`, `CaptureError`, `Closed`.
+        `TypeError` for what is no group, `OutOfMemory`, `AddressSpaceExhausted`, `CaptureError`, `Closed`.
         """
         self._store.require_usable()
+        if not isinstance(group, LayerGroup):
+            raise TypeError(f"add_group takes a LayerGroup, such as LayerGroup('draft', layers), got {group!r}")
         memory, before = self._store.memory, self._geometry
         if memory.is_capturing():
             raise CaptureError("add_group")

@@ -2,7 +2,9 @@
 
 Nothing is downloaded and transformers is not needed. An architecture is a function in `ARCHITECTURES`; the fields are
 those of the published configurations, and where one may leave a field out the default is the model class's own (as in
-transformers 5). A field that is null is not left out: it is what the class makes of None.
+transformers 5). The number of layers and of heads and the hidden size may be left out only where they are: in the
+`text_config` of a model of several kinds; at the top they are missing. A field that is null is not left out: it is what
+the class makes of None.
 """
 
 from __future__ import annotations
@@ -17,6 +19,27 @@ import torch
 from triton_kv.spec import AttentionSpec, LayerSpec, MambaSpec, MLASpec, positive_int, whole_number
 
 Config = Mapping[str, Any]
+
+_DTYPE_FIELDS = ("torch_dtype", "dtype")
+# Layers, hidden size and attention heads of the model classes: a text_config states only what differs from them.
+_SIZES = {
+    "llama": (32, 4096, 32),
+    "mistral": (32, 4096, 32),
+    "mixtral": (32, 4096, 32),
+    "qwen2": (32, 4096, 32),
+    "qwen2_moe": (24, 2048, 16),
+    "qwen3": (32, 4096, 32),
+    "qwen3_moe": (24, 2048, 32),
+    "gemma2": (26, 2304, 8),
+    "gemma3_text": (26, 2304, 8),
+    "gpt_oss": (36, 2880, 64),
+    "deepseek_v2": (32, 4096, 32),
+    "deepseek_v3": (61, 7168, 128),
+    "mamba2": (64, 4096),
+    "jamba": (32, 4096, 32),
+    "qwen3_next": (48, 2048, 16),
+    "falcon_h1": (32, 4096, 32),
+}
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
@@ -56,8 +79,7 @@ def specs_from_config(
     tp_size = positive_int("tp_size", tp_size)
     kind = _model_type(fields)
     if kind not in ARCHITECTURES and isinstance(fields.get("text_config"), Mapping):
-        outer = {name: fields[name] for name in ("torch_dtype", "dtype") if name in fields}
-        fields = {**outer, **fields["text_config"]}
+        fields = _text_fields(fields)
         kind = _model_type(fields)
     if kind is None or kind not in ARCHITECTURES:
         named = "it has no model_type" if kind is None else f"model_type {kind!r} is not among them"
@@ -65,9 +87,23 @@ def specs_from_config(
             f"known architectures are {', '.join(sorted(ARCHITECTURES))}; {named}. What is missing is what its layers "
             "keep: pass KVCache.reserve a mapping of layer name to AttentionSpec, MLASpec or MambaSpec instead"
         )
-    dtype = cache_dtype or _dtype(fields, ("torch_dtype", "dtype"), torch.bfloat16)
+    dtype = cache_dtype or _dtype(fields, _DTYPE_FIELDS, torch.bfloat16)
     state = state_dtype or _dtype(fields, ("mamba_ssm_dtype",), torch.float32)
+    for name, value in (("cache_dtype", dtype), ("state_dtype", state)):
+        if not isinstance(value, torch.dtype):
+            raise TypeError(f"{name} must be a torch.dtype such as torch.bfloat16, got {value!r}")
+        if not value.is_floating_point:
+            raise ValueError(f"{name} {value} cannot hold what layers keep; use one such as torch.bfloat16")
     return ARCHITECTURES[kind](_Fields(fields), _Context(tp_size, dtype, state))
+
+
+def _text_fields(fields: Config) -> Config:
+    """The `text_config` with its class's sizes where it states none, and the outer dtype if it has no dtype."""
+    text = {name: value for name, value in fields["text_config"].items() if name not in _DTYPE_FIELDS or value}
+    if not any(name in text for name in _DTYPE_FIELDS):
+        text |= {name: fields[name] for name in _DTYPE_FIELDS if name in fields}
+    sizes = _SIZES.get(_model_type(text) or "", ())
+    return {**dict(zip(("num_hidden_layers", "hidden_size", "num_attention_heads"), sizes)), **text}
 
 
 def _model_type(fields: Config) -> str | None:
@@ -142,6 +178,8 @@ def _attention(fields: _Fields, context: _Context, window: int | None = None) ->
     (num_heads,) = fields.ints("num_attention_heads")
     divide_heads("attention heads", num_heads, context.tp_size)
     kv_heads = positive_int("num_key_value_heads", fields.get("num_key_value_heads", num_heads))
+    if num_heads % kv_heads:
+        raise ValueError(f"num_attention_heads {num_heads} must be a multiple of num_key_value_heads {kv_heads}")
     head_dim = fields.get("head_dim")
     if head_dim is None:
         (hidden_size,) = fields.ints("hidden_size")
@@ -231,6 +269,7 @@ def _gpt_oss(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
 
 
 def _deepseek(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
+    fields = _with_defaults(fields, kv_lora_rank=512, qk_rope_head_dim=64)
     rank, rope, num_layers, heads = fields.ints(
         "kv_lora_rank", "qk_rope_head_dim", "num_hidden_layers", "num_attention_heads"
     )
@@ -262,6 +301,7 @@ def mamba2_state(
 
 
 def _mamba2(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
+    fields = _with_defaults(fields, num_heads=128, head_dim=64, state_size=128)
     num_layers, heads, head_dim, state_size = fields.ints("num_hidden_layers", "num_heads", "head_dim", "state_size")
     spec = mamba2_state(
         conv_width=fields.positive("conv_kernel", 4),
@@ -278,7 +318,7 @@ def _mamba2(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
 
 
 def _jamba(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
-    fields = _with_defaults(fields, num_key_value_heads=8)
+    fields = _with_defaults(fields, num_key_value_heads=8, attn_layer_period=8, attn_layer_offset=4)
     hidden_size, period = fields.ints("hidden_size", "attn_layer_period")
     offset = fields.from_zero("attn_layer_offset")
     if offset >= period:
@@ -299,7 +339,15 @@ def _jamba(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
 
 
 def _qwen3_next(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
-    fields = _with_defaults(fields, num_key_value_heads=2, head_dim=256)
+    fields = _with_defaults(
+        fields,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+    )
     keys, values, key_dim, value_dim = fields.ints(
         "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"
     )
@@ -323,19 +371,25 @@ def _qwen3_next(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
 
 
 def _falcon_h1(fields: _Fields, context: _Context) -> dict[str, LayerSpec]:
-    fields = _with_defaults(fields, num_key_value_heads=8, mamba_d_ssm=1024)
+    fields = _with_defaults(fields, num_key_value_heads=8, mamba_d_ssm=1024, mamba_n_heads=128, mamba_d_state=256)
     num_layers, heads, state_size = fields.ints("num_hidden_layers", "mamba_n_heads", "mamba_d_state")
     if fields.get("mamba_d_ssm") is None:
         inner_size = fields.positive("mamba_expand", 2) * fields.ints("hidden_size")[0]
     else:
         (inner_size,) = fields.ints("mamba_d_ssm")
     head_dim = fields.get("mamba_d_head", "auto")
+    head_dim = inner_size // heads if head_dim == "auto" else positive_int("mamba_d_head", head_dim)
+    if heads * head_dim != inner_size:
+        raise ValueError(
+            f"mamba_n_heads {heads} of mamba_d_head {head_dim} are not the {inner_size} channels of mamba_d_ssm (or of "
+            "mamba_expand * hidden_size where that is null)"
+        )
     state = mamba2_state(
         conv_width=fields.positive("mamba_d_conv", 4),
         inner_size=inner_size,
         num_groups=fields.positive("mamba_n_groups", 1),
         num_heads=heads,
-        head_dim=inner_size // heads if head_dim == "auto" else positive_int("mamba_d_head", head_dim),
+        head_dim=head_dim,
         state_size=state_size,
         tp_size=context.tp_size,
         dtype=context.dtype,
@@ -383,8 +437,8 @@ def _read(config: Config | str | Path) -> Config:
     if not path.is_file():
         raise FileNotFoundError(f"no config at {path}: pass a config.json, its folder, or a dict")
     try:
-        fields = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{path} holds no JSON object")

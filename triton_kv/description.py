@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from triton_kv.spec import AttentionSpec, MLASpec
+from triton_kv.spec import AttentionSpec, keeps_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,18 +86,20 @@ class BlockTaker(NamedTuple):
 def block_takers(geometry: CacheGeometry) -> tuple[BlockTaker, ...]:
     """How a sequence takes blocks.
 
-    Where groups share buffers each takes blocks of its own: a full-attention or MLA group one for every `block_size`
-    tokens, a window no more than reach into it, a state one. Else one block holds all layers of `block_size` tokens.
+    Where groups share buffers each takes blocks of its own: a group that keeps tokens one for every `block_size` of
+    them, a window no more than reach into it, a state one. Else one block holds all layers of `block_size` tokens, or
+    a whole sequence where no layer keeps tokens.
     """
     shared = {row["group"] for row in group_rows(geometry, 1) if row["shared"]}
     overlaid = [layer for layer in geometry.layers if layer.group in shared and _overlaid(geometry, layer.buffer)]
     if not overlaid:
-        return (BlockTaker(geometry.block_size),)
+        tokens = any(keeps_tokens(layer.spec) for layer in geometry.layers)
+        return (BlockTaker(geometry.block_size, None if tokens else 1),)
     takers = []
     for layer in {layer.group: layer for layer in geometry.layers}.values():
         if isinstance(layer.spec, AttentionSpec) and layer.spec.window is not None:
             takers.append(BlockTaker(layer.block_size, -(-(layer.spec.window - 1) // layer.block_size) + 1))
-        elif isinstance(layer.spec, (AttentionSpec, MLASpec)):
+        elif keeps_tokens(layer.spec):
             takers.append(BlockTaker(layer.block_size))
         else:
             takers.append(BlockTaker(layer.block_size, 1))
@@ -109,8 +111,17 @@ def blocks_for_tokens(takers: Sequence[BlockTaker], num_tokens: int) -> int:
     return sum(taker.blocks_for(num_tokens) for taker in takers)
 
 
-def tokens_of_one_sequence(takers: Sequence[BlockTaker], num_blocks: int) -> int:
-    """The longest sequence that `num_blocks` blocks hold."""
+def blocks_of_any_length(takers: Sequence[BlockTaker]) -> int | None:
+    """Blocks that one sequence takes at most, however long it gets; `None` if it takes ever more."""
+    limits = [taker.most_blocks for taker in takers]
+    return None if None in limits else sum(limit or 0 for limit in limits)
+
+
+def tokens_of_one_sequence(takers: Sequence[BlockTaker], num_blocks: int) -> int | None:
+    """The longest sequence that `num_blocks` blocks hold; `None` if it may have any length."""
+    most_blocks = blocks_of_any_length(takers)
+    if most_blocks is not None and num_blocks >= most_blocks:
+        return None
     low, high = 0, num_blocks * max(taker.block_size for taker in takers)
     while low < high:
         middle = (low + high + 1) // 2

@@ -18,7 +18,7 @@ from triton_kv.groups import DEFAULT_ORDER, LayerGroup, block_major, check_names
 from triton_kv.layout import CacheLayout
 from triton_kv.memory.reservation import granule_bytes, round_up
 from triton_kv.picture import picture_as_svg, picture_as_text
-from triton_kv.spec import AttentionSpec, BlockTensor, LayerSpec, positive_int
+from triton_kv.spec import AttentionSpec, BlockTensor, LayerSpec, positive_int, whole_number
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,11 @@ class CacheGeometry:
         return totals
 
     def mapped_bytes_at(self, num_blocks: int) -> int:
-        """Physical bytes of `num_blocks` committed blocks over all buffers, whole granules, exact."""
+        """Physical bytes of `num_blocks` committed blocks over all buffers, whole granules, exact.
+
+        While the segments of a cache with `alias=True` share their first granules it holds less.
+        """
+        num_blocks = whole_number("num_blocks", num_blocks)
         if not 0 <= num_blocks <= self.capacity:
             raise ValueError(f"num_blocks must lie in 0..{self.capacity} (the capacity), got {num_blocks}")
         return sum(buffer.mapped_bytes_at(num_blocks, self.granularity) for buffer in self.buffers)
@@ -126,7 +130,7 @@ class CacheGeometry:
 
     def describe(self, num_blocks: int) -> str:
         """A table for people: groups, layers, layouts, pages, segments, padding, and bytes at `num_blocks` blocks."""
-        return describe(self, num_blocks)
+        return describe(self, whole_number("num_blocks", num_blocks))
 
     def layout_picture(self, num_blocks: int, *, form: str = "svg") -> str:
         """A drawing of segments, blocks and granules with `num_blocks` committed, as `form` "svg" or "text".
@@ -135,6 +139,7 @@ class CacheGeometry:
         """
         if form not in ("svg", "text"):
             raise ValueError(f'form must be "svg" or "text", got {form!r}')
+        num_blocks = whole_number("num_blocks", num_blocks)
         return picture_as_svg(self, num_blocks) if form == "svg" else picture_as_text(self, num_blocks)
 
     def signature(self) -> str:
@@ -221,7 +226,7 @@ def arrange(
             pages[name] = page
     slots = _shared_slots(groups, shared_by, pages)
     blocks = _packed_blocks(packed, slots, pages)
-    _check_block_sizes(groups, slots, pages)
+    _check_block_sizes(groups, slots, pages, block_size)
 
     places: dict[str, PlacedLayer] = {}
     buffers: list[BufferGeometry] = []
@@ -334,12 +339,6 @@ def joined(first: CacheGeometry, second: CacheGeometry) -> CacheGeometry:
     titles = [group.name for group in (*first.groups, *second.groups)]
     if len(set(titles)) < len(titles):
         raise ValueError(f"groups named twice in {titles}; give the new one a name of its own")
-    sizes = {layer.block_size for layer in second.layers} - {first.block_size}
-    if sizes:
-        raise ValueError(
-            f"mixed block numbering: the new layers count blocks of {', '.join(map(str, sorted(sizes)))} tokens, the "
-            f"cache of {first.block_size}; give them its block_size"
-        )
     moved = tuple(
         replace(layer, index=layer.index + len(first.layers), buffer=layer.buffer + len(first.buffers))
         for layer in second.layers
@@ -357,7 +356,7 @@ def _pages(group: LayerGroup, layout: str, block_size: int, hybrid: bool) -> lis
     block_size = group.block_size or block_size
     order = group.layout or checked_order(layout, group.specs)
     for name, spec in zip(group.names, group.specs):
-        alignment = spec.alignment_bytes
+        alignment = positive_int(f"layer {name!r}: alignment_bytes", spec.alignment_bytes)
         if isinstance(spec, AttentionSpec):
             letters = block_major(order) if hybrid else order
             one = CacheLayout("L" + letters.replace("L", ""), spec, num_layers=1, block_size=block_size, capacity=1)
@@ -389,10 +388,16 @@ def _checked_page(name: str, spec: LayerSpec, block_size: int) -> int:
     assert not isinstance(spec, AttentionSpec)
     size = positive_int(f"layer {name!r}: page_bytes", spec.page_bytes(block_size))
     end = 0
-    tensors = sorted(spec.block_tensors(block_size), key=lambda tensor: tensor.offset_bytes)
+    tensors = tuple(spec.block_tensors(block_size))
     if not tensors:
         raise ValueError(f"layer {name!r}: its spec has no tensors; a page without them cannot be viewed")
     for tensor in tensors:
+        if not isinstance(tensor, BlockTensor):
+            raise TypeError(f"layer {name!r}: block_tensors must give BlockTensors, got {tensor!r}")
+    names = [tensor.name for tensor in tensors]
+    if len(set(names)) < len(names):
+        raise ValueError(f"layer {name!r}: tensors are named twice in {names}; give each a name of its own")
+    for tensor in sorted(tensors, key=lambda tensor: tensor.offset_bytes):
         if tensor.num_bytes < 1:
             raise ValueError(f"layer {name!r}: tensor {tensor.name!r} of shape {tensor.shape} has no elements")
         if tensor.offset_bytes % tensor.dtype.itemsize or spec.alignment_bytes % tensor.dtype.itemsize:
@@ -488,11 +493,12 @@ def _check_sets(argument: str, sets: Sequence[tuple[str, ...]], pages: Mapping[s
 
 
 def _check_block_sizes(
-    groups: Sequence[LayerGroup], slots: Sequence[tuple[str, ...]], pages: Mapping[str, _Page]
+    groups: Sequence[LayerGroup], slots: Sequence[tuple[str, ...]], pages: Mapping[str, _Page], block_size: int
 ) -> None:
-    """Block ids of groups with buffers of their own mean the same tokens, so their block sizes must agree."""
-    shared = {name for slot in slots for name in slot}
-    owners = [group for group in groups if not set(group.names) <= shared]
+    """Block ids of groups with buffers of their own mean the same tokens: those of the cache's block size."""
+    slotted = {name for slot in slots for name in slot}
+    overlaid = {pages[name].group.name for slot in slots if _groups_in(slot, pages) > 1 for name in slot}
+    owners = [group for group in groups if group.name not in overlaid or not set(group.names) <= slotted]
     sizes = {group.name: pages[group.names[0]].block_size for group in owners}
     if len(set(sizes.values())) > 1:
         raise ValueError(
@@ -500,6 +506,16 @@ def _check_block_sizes(
             "buffers, so one block id would mean different tokens; give them one block_size, or shared_by= so that "
             "each has block tables of its own"
         )
+    for name, size in sizes.items():
+        if size != block_size:
+            raise ValueError(
+                f"mixed block numbering: group {name!r} counts blocks of {size} tokens and shares no buffers, the "
+                f"cache of {block_size}; give it the cache's block_size, or reserve the cache with block_size={size}"
+            )
+
+
+def _groups_in(slot: Sequence[str], pages: Mapping[str, _Page]) -> int:
+    return len({pages[name].group.name for name in slot})
 
 
 def _side_by_side(slots: Sequence[Sequence[_Page]]) -> tuple[list[tuple[int, int]], int]:

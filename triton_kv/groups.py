@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from triton_kv.layout import LETTERS, expand_order
-from triton_kv.spec import AttentionSpec, LayerSpec, MLASpec, StateSpec, positive_int
+from triton_kv.spec import AttentionSpec, LayerSpec, StateSpec, keeps_tokens, positive_int
 
 DEFAULT_ORDER = "LTBNHD"
 Layers = Mapping[str, LayerSpec] | Sequence[tuple[str, LayerSpec]]
@@ -20,12 +20,13 @@ class LayerGroup:
     layout: the order of the dimensions, outermost first; `None` is the cache's. Of layers that keep no K and V, only
         whether L or B comes first matters: "LB" gives each layer a segment, "BL" packs the layers of a block together.
     block_size: tokens a block; `None` is the cache's. Groups that do not share buffers have one block numbering, and
-        so one block size.
+        so the cache's block size.
     page_bytes: what one block of each layer takes over the layer's segments, where it is to be padded; `None` is what
         the spec needs.
     separate: a reservation a layer, instead of one for all layers of equal pages.
 
-    Raises `ValueError` for no layers, layers named twice and layouts that cannot be, `TypeError` for what is no spec.
+    Raises `ValueError` for no layers, layers named twice and layouts that cannot be, `TypeError` for what is no spec,
+    for specs that have no hash and for names that are no strings.
     """
 
     name: str
@@ -36,6 +37,8 @@ class LayerGroup:
     separate: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"a group's name is a string, got {self.name!r}")
         layers = self.layers.items() if isinstance(self.layers, Mapping) else self.layers
         pairs = [(name, spec) for name, spec in layers]
         if not pairs:
@@ -46,6 +49,13 @@ class LayerGroup:
                 raise TypeError(
                     f"layer {name!r} needs a spec (AttentionSpec, MLASpec, MambaSpec, another StateSpec), got {spec!r}"
                 )
+            try:
+                hash(spec)
+            except TypeError:
+                raise TypeError(
+                    f"layer {name!r}: a spec must be hashable and compare by value, as a frozen dataclass does, got "
+                    f"{spec!r}"
+                ) from None
         object.__setattr__(self, "layers", dict(pairs))
         for name in ("block_size", "page_bytes"):
             if getattr(self, name) is not None:
@@ -140,8 +150,11 @@ def equal_groups(groups: Sequence[LayerGroup]) -> tuple[LayerGroup, ...]:
     """The groups cut into groups of at most as many layers as the smallest has, so that sharing buffers wastes little.
 
     Of 36 state layers and 12 attention layers 4 groups of 12 are made: each buffer then serves one layer of each, and
-    a block of any group fills all of them. A group that does not divide leaves its last one short.
+    a block of any group fills all of them. A group that does not divide leaves its last one short. Raises `ValueError`
+    for no groups.
     """
+    if not groups:
+        raise ValueError("equal_groups needs at least one group")
     size = min(len(group.names) for group in groups)
     cut = []
     for group in groups:
@@ -161,5 +174,4 @@ def kind_of(spec: LayerSpec) -> str:
 
 def is_hybrid(specs: Sequence[LayerSpec]) -> bool:
     """Whether attention layers share the cache with layers that keep a state instead of tokens."""
-    states = [spec for spec in specs if not isinstance(spec, (AttentionSpec, MLASpec))]
-    return bool(states) and any(isinstance(spec, AttentionSpec) for spec in specs)
+    return not all(map(keeps_tokens, specs)) and any(isinstance(spec, AttentionSpec) for spec in specs)

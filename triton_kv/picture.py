@@ -31,7 +31,8 @@ class Piece(NamedTuple):
 def pieces_of(geometry: CacheGeometry, buffer: int) -> list[Piece]:
     """What lies in each block of a buffer, by segment and offset.
 
-    Where a layer's K and V (or heads, or channels) alternate inside a page, the page is one piece.
+    K and V, and heads, are pieces where no token lies between them; where they alternate with tokens or channels the
+    page is one piece, and a block is one where layers do.
     """
     part = geometry.buffers[buffer]
     layers = [layer for layer in geometry.layers if layer.buffer == buffer]
@@ -64,25 +65,22 @@ def _pieces_of_layer(layer: PlacedLayer, part: BufferGeometry) -> list[tuple[int
             (base, offset + tensor.offset_bytes, tensor.num_bytes, f"{layer.name} {tensor.name}")
             for tensor in layer.tensors
         ]
-    layout, order = layer.layout, layer.layout.order
-    outer, inner = order.split("B")
-    # K and V are two pieces where nothing but L stands in front of T inside the block, or T is a segment's.
-    apart = "T" in outer or inner.replace("L", "").startswith("T")
-    heads = layer.spec.num_kv_heads if "H" in outer else 1
-    if set(outer) - set("LTH") or ("L" in inner and not inner.startswith("L")):
+    spec, layout = layer.spec, layer.layout
+    outer, inner = layout.order.split("B")
+    # What stands in front of N and D cuts the block into pieces; the rest of the letters are inside each of them.
+    cuts = outer + inner[: min(at for at, letter in enumerate(inner + "N") if letter in "ND")]
+    if set(outer) - set("LTH") or "L" not in cuts:
         # Layers (or tokens, channels) alternate inside the page: all of it is everybody's.
         return [(segment, 0, part.block_bytes, "all layers") for segment in range(part.num_segments)]
     pieces = []
-    first = layer.base_bytes
-    for kv in (0, 1) if apart else (0,):
+    apart = "T" in cuts
+    heads = spec.num_kv_heads if "H" in cuts else 1
+    dims = (spec.head_dim, spec.value_dim) if apart else (spec.head_dim + spec.value_dim,)
+    for kv, dim in enumerate(dims):
+        size = layer.block_size * spec.num_kv_heads // heads * dim * spec.itemsize_bytes
         for head in range(heads):
-            at = first + kv * layout.v_offset * layer.spec.itemsize_bytes
-            at += head * layout.k_strides[2] * layer.spec.itemsize_bytes if heads > 1 else 0
-            segment, start = divmod(at, part.segment_stride_bytes)
-            size = layer.page_bytes // heads
-            if apart:
-                dims = (layer.spec.head_dim, layer.spec.value_dim)
-                size = size * dims[kv] // sum(dims)
+            at = kv * layout.v_offset + head * (layout.k_strides, layout.v_strides)[kv][2]
+            segment, start = divmod(layer.base_bytes + at * spec.itemsize_bytes, part.segment_stride_bytes)
             name = layer.name + (f" {'KV'[kv]}" if apart else " K+V") + (f" head {head}" if heads > 1 else "")
             pieces.append((segment, start, size, name))
     return pieces

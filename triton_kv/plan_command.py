@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from triton_kv.configs import parse_dtype, specs_from_config
-from triton_kv.description import block_takers, describe, group_rows, tokens_of_one_sequence
+from triton_kv.description import block_takers, blocks_of_any_length, describe, group_rows, tokens_of_one_sequence
 from triton_kv.errors import OutOfMemory
 from triton_kv.geometry import CacheGeometry, arrange
 from triton_kv.groups import DEFAULT_ORDER, equal_groups, groups_of
@@ -50,6 +50,8 @@ def add_plan_command(commands: Any) -> argparse.ArgumentParser:
 
 def run_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Prints the plan; returns 0, or 1 where not even one block fits. Exits with 2 for what cannot be."""
+    if options.used > options.memory:
+        parser.error(f"--used {options.used} bytes is more than --memory {options.memory} bytes: nothing is left")
     try:
         geometry = _geometry(options)
         fitted = fit_blocks(
@@ -75,7 +77,11 @@ def run_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
         f"most {fitted.limit_bytes / 2**30:.2f} GiB a rank ({options.utilization} of {options.memory / 2**30:.2f} GiB, "
         f"{options.used / 2**30:.2f} GiB used before), {options.tp} rank{'s' if options.tp > 1 else ''}"
     )
-    print(f"one sequence of up to {report['tokens_of_one_sequence']} tokens")
+    if report["tokens_of_one_sequence"] is None:
+        count = report["sequences_of_any_length"]
+        print(f"{count} sequence{'s' if count > 1 else ''} of any length")
+    else:
+        print(f"one sequence of up to {report['tokens_of_one_sequence']} tokens")
     return 0
 
 
@@ -103,10 +109,13 @@ def _geometry(options: argparse.Namespace) -> CacheGeometry:
 
 
 def _report(options: argparse.Namespace, geometry: CacheGeometry, fitted: Plan) -> dict[str, Any]:
+    takers = block_takers(geometry)
+    most_blocks = blocks_of_any_length(takers)
     return {
         "num_blocks": fitted.num_blocks,
         "block_size": geometry.block_size,
-        "tokens_of_one_sequence": tokens_of_one_sequence(block_takers(geometry), fitted.num_blocks),
+        "tokens_of_one_sequence": tokens_of_one_sequence(takers, fitted.num_blocks),  # None: any length
+        "sequences_of_any_length": None if most_blocks is None else fitted.num_blocks // most_blocks,
         "block_bytes": geometry.block_bytes,
         "mapped_bytes": fitted.mapped_bytes,
         "limit_bytes": fitted.limit_bytes,

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from triton_kv.description import BlockTaker, block_takers, blocks_for_tokens, tokens_of_one_sequence
+from triton_kv.description import (
+    BlockTaker,
+    block_takers,
+    blocks_for_tokens,
+    blocks_of_any_length,
+    tokens_of_one_sequence,
+)
 from triton_kv.errors import OutOfMemory
 from triton_kv.ledger import GIB, MIB, MemoryLedger, StageRecord, stage_table
 
@@ -140,8 +146,11 @@ class Plan:
         return self.free_bytes - sum(share.taken_bytes for share in self.caches)
 
     @property
-    def longest_sequence_tokens(self) -> int:
-        """Tokens of the longest sequence that fits, if it has the cache to itself."""
+    def longest_sequence_tokens(self) -> int | None:
+        """Tokens of the longest sequence that fits, if it has the cache to itself; `None` where it may have any length.
+
+        That is so in a cache of states alone: a sequence takes one block, however long it gets.
+        """
         return tokens_of_one_sequence(self._takers, self._usable_blocks)
 
     def num_sequences(self, num_tokens: int) -> int:
@@ -215,6 +224,8 @@ class Plan:
 
     def _described_tokens(self) -> str:
         most = self.longest_sequence_tokens
+        if most is None:
+            return f", {self._usable_blocks // (blocks_of_any_length(self._takers) or 1)} sequences of any length"
         counts = ", ".join(f"{self.num_sequences(tokens)} of {tokens}" for tokens in (1024, 8192) if tokens <= most)
         return f", {most} tokens: one sequence of them" + (f", or {counts}" if counts else "")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -104,7 +104,9 @@ class StateSpec(Protocol):
 
     `MLASpec` and `MambaSpec` are two; a class of your own with these three members is a third, and the cache reserves,
     extends, zeroes and shows it like the others. It must be hashable and compare by value (a frozen dataclass does),
-    and its `repr` must name everything that ranks have to agree on.
+    and its `repr` must name everything that ranks have to agree on. Where the page holds something for each token of
+    the block, as K and V do, the class also says `per_token = True`: a sequence then takes a block for every
+    `block_size` tokens. Without it a block is one state, whatever the length.
     """
 
     @property
@@ -119,6 +121,11 @@ class StateSpec(Protocol):
 
 
 LayerSpec = AttentionSpec | StateSpec
+
+
+def keeps_tokens(spec: LayerSpec) -> bool:
+    """Whether a layer keeps something for every token: K and V, a latent, or a state that says `per_token`."""
+    return isinstance(spec, AttentionSpec) or bool(getattr(spec, "per_token", False))
 
 
 @dataclass(frozen=True)
@@ -137,11 +144,13 @@ class MLASpec:
     qk_rope_head_dim: int
     dtype: torch.dtype
     window: int | None = None
+    per_token: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_lora_rank", positive_int("kv_lora_rank", self.kv_lora_rank))
-        rope = positive_int("qk_rope_head_dim + 1", self.qk_rope_head_dim + 1) - 1
-        object.__setattr__(self, "qk_rope_head_dim", rope)
+        object.__setattr__(self, "qk_rope_head_dim", whole_number("qk_rope_head_dim", self.qk_rope_head_dim))
+        if self.qk_rope_head_dim < 0:
+            raise ValueError(f"qk_rope_head_dim must not be negative, got {self.qk_rope_head_dim}")
         if self.window is not None:
             raise ValueError(
                 f"a window of {self.window} on MLA is not possible: no latent attention layer slides; leave window "
@@ -200,6 +209,10 @@ class MambaSpec:
     ) -> None:
         checked = []
         for state in states:
+            if not isinstance(state, Sequence) or len(state) != 3 or not isinstance(state[1], Iterable):
+                raise TypeError(
+                    f"a state is (name, shape, dtype), such as ('ssm', (64, 128), torch.float32), got {state!r}"
+                )
             name, shape, dtype = state
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"state {name!r}: dtype must be a torch.dtype, got {dtype!r}")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import triton_kv as tkv
-from triton_kv.configs import specs_from_config
+from triton_kv.configs import ARCHITECTURES, specs_from_config
 
 # The fields that decide the cache, as published; what does not matter to it is left out.
 LLAMA_3_1_8B = {
@@ -226,32 +226,26 @@ def test_windows(config, windows):
     assert [spec.window for spec in specs_from_config(config).values()] == windows
 
 
-SMALL = {"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8}
-LINEAR = {
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
+SMALL = {"num_hidden_layers": 4, "hidden_size": 2048, "num_attention_heads": 32}
 JAMBA_SMALL = {"attn_layer_period": 2, "attn_layer_offset": 1}
 H1_SMALL = {"mamba_n_heads": 8, "mamba_d_state": 16}
 SLIDING = {"use_sliding_window": True}
 
 # KV heads, head_dim and windows of what the model classes of transformers 5.24 make of fields that are left out; a null
-# is what they make of None. 64 is 512 / 8.
+# is what they make of None. 64 is 2048 / 32.
 LEFT_OUT = {
-    "llama": ("llama", {}, 8, 64, [None] * 4),
+    "llama": ("llama", {}, 32, 64, [None] * 4),
     "mistral": ("mistral", {}, 8, 64, [4096] * 4),
     "mistral null": (
         "mistral",
         {"num_attention_heads": 16, "num_key_value_heads": None, "sliding_window": None},
         16,
-        32,
+        128,
         [None] * 4,
     ),
-    "mixtral": ("mixtral", {"num_attention_heads": 16}, 8, 32, [None] * 4),
+    "mixtral": ("mixtral", {"num_attention_heads": 16}, 8, 128, [None] * 4),
     "qwen2": ("qwen2", {}, 32, 64, [None] * 4),
-    "qwen2 null": ("qwen2", {"num_key_value_heads": None}, 8, 64, [None] * 4),
+    "qwen2 null": ("qwen2", {"num_key_value_heads": None}, 32, 64, [None] * 4),
     "qwen2 slides": ("qwen2", SLIDING | {"num_hidden_layers": 30}, 32, 64, [None] * 28 + [4096] * 2),
     "qwen2 slides from 0": ("qwen2", SLIDING | {"max_window_layers": 0}, 32, 64, [4096] * 4),
     "qwen2 no window": ("qwen2", SLIDING | {"max_window_layers": 0, "sliding_window": None}, 32, 64, [None] * 4),
@@ -263,9 +257,9 @@ LEFT_OUT = {
     "gemma2": ("gemma2", {}, 4, 256, [4096, None] * 2),
     "gemma3": ("gemma3_text", {}, 4, 256, [4096] * 4),
     "gpt_oss": ("gpt_oss", {}, 8, 64, [128, None] * 2),
-    "qwen3_next": ("qwen3_next", LINEAR, 2, 256, [None]),
-    "jamba": ("jamba", JAMBA_SMALL | {"num_attention_heads": 16}, 8, 32, [None] * 2),
-    "falcon_h1": ("falcon_h1", H1_SMALL | {"num_attention_heads": 16}, 8, 32, [None] * 4),
+    "qwen3_next": ("qwen3_next", {}, 2, 256, [None]),
+    "jamba": ("jamba", JAMBA_SMALL | {"num_attention_heads": 16}, 8, 128, [None] * 2),
+    "falcon_h1": ("falcon_h1", H1_SMALL | {"num_attention_heads": 16}, 8, 128, [None] * 4),
 }
 
 
@@ -277,7 +271,36 @@ def test_fields_left_out(kind, fields, kv_heads, head_dim, windows):
     assert [spec.window for spec in attention] == windows
 
 
-@pytest.mark.parametrize(("stated", "inner"), [({}, 1024), ({"mamba_d_ssm": None, "mamba_expand": 3}, 1536)])
+def test_states_left_out():
+    """The sizes of transformers 5.24's classes: Codestral's, half of Qwen3-Next's hidden size, and so on."""
+    (state, *_), latent, delta, jamba, falcon = (
+        list(specs_from_config({"model_type": kind, **SMALL, **fields}).values())
+        for kind, fields in (
+            ("mamba2", {}),
+            ("deepseek_v2", {}),
+            ("qwen3_next", {}),
+            ("jamba", {"num_hidden_layers": 8, "num_attention_heads": 16}),
+            ("falcon_h1", {}),
+        )
+    )
+    assert state == specs_from_config(CODESTRAL_MAMBA)["layers.0"]
+    assert latent == [tkv.MLASpec(512, 64, torch.bfloat16)] * 4
+    assert delta[0] == specs_from_config(QWEN3_NEXT_80B)["layers.0"]
+    assert [isinstance(spec, tkv.AttentionSpec) for spec in jamba] == [index == 4 for index in range(8)]
+    assert falcon[1].states[1].shape == (128, 8, 256)
+
+
+@pytest.mark.parametrize("kind", sorted(ARCHITECTURES))
+def test_a_text_config_may_leave_out_all_that_its_class_has(kind):
+    """As LLaVA 1.5 does. The sizes are those of the model class, where transformers is there to ask."""
+    classes = pytest.importorskip("transformers").CONFIG_MAPPING
+    stated = classes[kind]()
+    fields = {name: value for name, value in stated.to_dict().items() if name not in ("torch_dtype", "dtype")}
+    inner = {"model_type": "llava", "text_config": {"model_type": kind}}
+    assert specs_from_config(inner) == specs_from_config(fields)
+
+
+@pytest.mark.parametrize(("stated", "inner"), [({}, 1024), ({"mamba_d_ssm": None, "mamba_expand": 3}, 6144)])
 def test_inner_size_left_out(stated, inner):
     state = specs_from_config({"model_type": "falcon_h1", **SMALL, **H1_SMALL, **stated})["layers.0.mamba"]
     assert state.states[1].shape == (8, inner // 8, 16)
@@ -317,6 +340,24 @@ def test_dtypes():
     assert (conv.dtype, ssm.dtype) == (torch.bfloat16, torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    ("outer", "inner", "dtype"),
+    [
+        ({"torch_dtype": "float16"}, {}, torch.float16),
+        ({"torch_dtype": "float16"}, {"torch_dtype": None}, torch.float16),
+        ({"torch_dtype": "float16"}, {"dtype": None}, torch.float16),
+        ({"torch_dtype": "float16"}, {"dtype": "float32"}, torch.float32),
+        ({"dtype": "float16"}, {"torch_dtype": "float32"}, torch.float32),
+        ({"dtype": "float16"}, {"torch_dtype": None, "dtype": "float32"}, torch.float32),
+        ({}, {"torch_dtype": None}, torch.bfloat16),
+    ],
+    ids=["outer", "null", "new_null", "inner_new", "inner_old", "inner_both", "none"],
+)
+def test_dtypes_of_a_text_config(outer, inner, dtype):
+    config = {"model_type": "gemma3", **outer, "text_config": GEMMA_3_4B["text_config"] | inner}
+    assert specs_from_config(config)["layers.0"].dtype == dtype
+
+
 def test_a_file_or_its_folder_and_a_cache(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_NEXT_80B))
     assert specs_from_config(tmp_path) == specs_from_config(tmp_path / "config.json")
@@ -333,7 +374,7 @@ BAD = {
     "missing fields": (
         {"model_type": "deepseek_v3", "kv_lora_rank": 512},
         {},
-        "'deepseek_v3' lacks qk_rope_head_dim, num_hidden_layers, num_attention_heads",
+        "'deepseek_v3' lacks num_hidden_layers, num_attention_heads",
     ),
     "heads": (LLAMA_3_1_8B, {"tp_size": 3}, "32 attention heads are not divisible by the tensor-parallel size 3"),
     "kv heads": (
@@ -360,6 +401,29 @@ BAD = {
     "offset of no layer": (JAMBA_V01 | {"attn_layer_offset": 8}, {}, r"below attn_layer_period \(8\), got 8"),
     "no offset": (JAMBA_V01 | {"attn_layer_offset": None}, {}, "'jamba' lacks attn_layer_offset"),
     "first window": (QWEN2_7B | {"max_window_layers": -1}, {}, "max_window_layers must not be negative"),
+    "null is no default": (DEEPSEEK_V3 | {"kv_lora_rank": None}, {}, "'deepseek_v3' lacks kv_lora_rank"),
+    "heads of no group": (
+        LLAMA_3_1_8B | {"num_key_value_heads": 5},
+        {},
+        "num_attention_heads 32 must be a multiple of num_key_value_heads 5",
+    ),
+    "inner size": (
+        FALCON_H1_7B | {"mamba_d_head": 64},
+        {},
+        "mamba_n_heads 24 of mamba_d_head 64 are not the 3072 channels of mamba_d_ssm",
+    ),
+    "inner size divided": (
+        FALCON_H1_7B | {"mamba_d_head": "auto", "mamba_n_heads": 25},
+        {},
+        "mamba_n_heads 25 of mamba_d_head 122 are not the 3072 channels",
+    ),
+    "state dtype": (
+        CODESTRAL_MAMBA,
+        {"state_dtype": torch.int8},
+        "state_dtype torch.int8 cannot hold what layers keep",
+    ),
+    "state dtype stated": (CODESTRAL_MAMBA | {"mamba_ssm_dtype": "int8"}, {}, "state_dtype torch.int8 cannot hold"),
+    "cache dtype": (CODESTRAL_MAMBA, {"cache_dtype": torch.int8}, "cache_dtype torch.int8 cannot hold"),
     "dtype": (LLAMA_3_1_8B | {"torch_dtype": "float7"}, {}, "'float7' is no dtype"),
     "tp_size": (LLAMA_3_1_8B, {"tp_size": 0}, "tp_size must be at least 1"),
 }
@@ -373,6 +437,10 @@ def test_bad_configs(config, options, message):
 
 WRONG_TYPES = {
     "layer_types": (GPT_OSS_20B | {"layer_types": 5}, "layer_types must be a list of one word a layer, got 5"),
+    "inner model_type": (
+        {"model_type": "llava", "text_config": {"model_type": ["llama"]}},
+        r"model_type must be one word, got \['llama'\]",
+    ),
     "model_type": ({"model_type": ["llama"]}, r"model_type must be one word, got \['llama'\]"),
     "pattern": (
         GEMMA_3_4B["text_config"] | {"sliding_window_pattern": "6"},
@@ -388,11 +456,20 @@ def test_fields_of_another_type(config, message):
         specs_from_config(config)
 
 
+@pytest.mark.parametrize("option", ["cache_dtype", "state_dtype"])
+def test_dtypes_are_no_words(option):
+    with pytest.raises(TypeError, match=f"{option} must be a torch.dtype such as torch.bfloat16, got 'float32'"):
+        specs_from_config(CODESTRAL_MAMBA, **{option: "float32"})
+
+
 def test_bad_files(tmp_path):
     with pytest.raises(FileNotFoundError, match="no config at"):
         specs_from_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is no JSON"):
+        specs_from_config(tmp_path)
+    (tmp_path / "config.json").write_bytes(b'{"model_type": "\xff"}')
+    with pytest.raises(ValueError, match=r"config\.json is no JSON: .*utf-8"):
         specs_from_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="holds no JSON object"):

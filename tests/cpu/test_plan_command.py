@@ -12,6 +12,7 @@ import torch
 import triton_kv as tkv
 from triton_kv.cli import main
 from triton_kv.description import block_takers, tokens_of_one_sequence
+from triton_kv.picture import pieces_of
 from triton_kv.plan_command import parse_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +45,7 @@ def test_plan_as_json(config, capsys):
     assert int(0.92 * 141 * GIB) // (64 * 2 * MIB) == 1037
     assert report["num_blocks"] == 530944
     assert report["tokens_of_one_sequence"] == 530944 * 16
+    assert report["sequences_of_any_length"] is None
     assert report["mapped_bytes"] == 1037 * 64 * 2 * MIB <= report["limit_bytes"] == int(0.92 * 141 * GIB)
     (group,) = report["groups"]
     assert (group["group"], len(group["layers"]), group["segments"], group["page_bytes"]) == (
@@ -71,10 +73,11 @@ def test_plan_for_people(config, capsys):
         (["--memory", "1GiB", "--tp", "3"], "32 attention heads are not divisible by the tensor-parallel size 3"),
         (["--memory", "1GiB", "--utilization", "1.5"], r"utilization must lie in \(0, 1\]"),
         (["--memory", "1GiB", "--layout", "LTBNHX"], "unknown X"),
+        (["--memory", "1GiB", "--used", "2GiB"], "--used 2147483648 bytes is more than --memory 1073741824 bytes"),
         (["--memory", "1GiB", "--dtype", "float8_e4m3fn"], "not supported yet"),
         (["--memory", "1GiB", "--pack"], "a packed block is one piece"),
     ],
-    ids=["size", "tp", "utilization", "layout", "dtype", "pack"],
+    ids=["size", "tp", "utilization", "layout", "used", "dtype", "pack"],
 )
 def test_plan_refuses(config, arguments, message, capsys):
     with pytest.raises(SystemExit) as caught:
@@ -113,6 +116,40 @@ def test_sizes(text, num_bytes):
     assert parse_bytes(text) == num_bytes
 
 
+CODESTRAL_MAMBA = {
+    "model_type": "mamba2",
+    "num_hidden_layers": 64,
+    "hidden_size": 4096,
+    "num_heads": 128,
+    "head_dim": 64,
+    "state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_plan_of_states_counts_sequences_of_any_length(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(CODESTRAL_MAMBA))
+    arguments = ["plan", str(tmp_path), "--memory", "24GiB", "--utilization", "1"]
+    assert main([*arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    # 64 layers of 61440 + 4194304 bytes, each a segment of its own. 24 GiB are 192 granules a layer, which hold
+    # 192 x 2 MiB // 4255744 = 94 states: one a sequence.
+    assert 192 * 2 * MIB // 4255744 == 94
+    assert report["num_blocks"] == report["sequences_of_any_length"] == 94
+    assert report["tokens_of_one_sequence"] is None
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "94 sequences of any length"
+    specs = tkv.specs_from_config(CODESTRAL_MAMBA)
+    with tkv.KVCache.reserve(specs, block_size=16, capacity=512, memory=tkv.FakeMemory()) as cache:
+        plan = tkv.plan_blocks(cache, headroom_bytes=0, num_blocks=90, spare_blocks=1)
+        assert plan.longest_sequence_tokens is None
+        assert [plan.num_sequences(tokens) for tokens in (1, 16, 10**9)] == [89, 89, 89]
+        assert ", 89 sequences of any length" in str(plan)
+        assert tkv.Plan.from_json(plan.to_json()).longest_sequence_tokens is None
+
+
 def geometry(groups, **options) -> tkv.CacheGeometry:
     return tkv.arrange(groups, **{"block_size": 16, "capacity": 60, "granularity": 4096, **options})
 
@@ -139,6 +176,12 @@ def test_table():
     ("groups", "options", "blocks", "tokens"),
     [
         (MIXED, {}, 10, 160),
+        # a state serves a sequence of any length
+        ([tkv.LayerGroup("mamba", {"m.0": STATE})], {}, 10, None),
+        ([tkv.LayerGroup("mamba", {"m.0": STATE})], {}, 0, 0),
+        # two kinds that overlay each other take a block each
+        ([tkv.LayerGroup(name, {name: STATE}) for name in "xy"], {"shared_by": "groups"}, 2, None),
+        ([tkv.LayerGroup(name, {name: STATE}) for name in "xy"], {"shared_by": "groups"}, 1, 0),
         # 10 blocks: one for the state, 9 for attention
         (MIXED, {"shared_by": "groups"}, 10, 144),
         (MIXED, {"shared_by": "groups", "packed": True}, 10, 144),
@@ -158,7 +201,18 @@ def test_table():
             64,
         ),
     ],
-    ids=["apart", "shared", "shared_and_packed", "packed", "window", "short"],
+    ids=[
+        "apart",
+        "state",
+        "no_block",
+        "states_shared",
+        "one_block_of_two",
+        "shared",
+        "shared_and_packed",
+        "packed",
+        "window",
+        "short",
+    ],
 )
 def test_tokens_of_one_sequence(groups, options, blocks, tokens):
     assert tokens_of_one_sequence(block_takers(geometry(groups, **options)), blocks) == tokens
@@ -191,6 +245,56 @@ def test_text_picture():
         "  |" + ("AA" + "B" * 12 + "." * 4) * 4 + "| A m.0 conv, B m.0 ssm",
         "  |" + "#" * 48 + "-" * 24 + "| mapped: 2 granules",
     ]
+
+
+NAMED = ["LTBNHD", "LBTNHD", "LBTHND", "TLBNHD", "BLTNHD", "LBNHTD", "LBHNTD", "LHBNTD", "BLNHTD", "BLHNTD", "BHLNTD"]
+
+
+@pytest.mark.parametrize("order", [*NAMED, "LTHBND", "LBHTND", "BTLHND", "LBNTHD"])
+@pytest.mark.parametrize("value_dim", [4, 6])
+def test_pieces_of_a_picture_are_where_the_views_say(order, value_dim):
+    spec = tkv.AttentionSpec(num_kv_heads=2, head_dim=4, dtype=torch.float32, v_head_dim=value_dim)
+    options = {"block_size": 2, "capacity": 3, "granularity": 256, "layout": order}
+    try:
+        small = tkv.arrange([tkv.LayerGroup("g", {"x": spec, "y": spec})], **options)
+    except ValueError:
+        assert value_dim != spec.head_dim
+        return
+    (part,) = small.buffers
+    drawn = {}
+    for piece in pieces_of(small, 0):
+        start = piece.segment * part.segment_stride_bytes + piece.offset
+        for byte in range(start, start + piece.num_bytes):
+            assert byte not in drawn
+            drawn[byte] = (piece.label.split(" ")[0], *piece.label.split(" head ")[1:], piece.block)
+            if " K+V" not in piece.label:
+                drawn[byte] += (piece.label.split(" ")[1],)
+    rows = torch.cartesian_prod(torch.arange(3), torch.arange(2), torch.arange(2)).tolist()
+    for layer in small.layers:
+        for kv, strides, dim in (("K", layer.layout.k_strides, 4), ("V", layer.layout.v_strides, value_dim)):
+            for block, token, head in rows:
+                at = (kv == "V") * layer.layout.v_offset
+                at += block * strides[0] + token * strides[1] + head * strides[2]
+                for channel in range(dim):
+                    byte = layer.base_bytes + 4 * (at + channel * strides[3])
+                    found = drawn[byte]
+                    assert found[0] == layer.name
+                    assert block in found
+                    assert {kv, *"KV"} & set(found) <= {kv}
+                    assert set(found[1:]) & {"0", "1"} <= {str(head)}
+    assert len(drawn) == 3 * small.block_bytes
+
+
+def test_a_picture_shows_heads_before_layers():
+    spec = tkv.AttentionSpec(num_kv_heads=2, head_dim=4, dtype=torch.float32)
+    small = geometry([tkv.LayerGroup("g", {"x": spec, "y": spec})], layout="BHLNTD", capacity=2)
+    labels = [piece.label for piece in pieces_of(small, 0) if piece.block == 1]
+    assert labels == ["x K+V head 0", "y K+V head 0", "x K+V head 1", "y K+V head 1"]
+
+
+def test_every_named_layout_has_a_picture():
+    for order in NAMED:
+        assert (ROOT / "docs" / "layouts" / f"{order}.svg").exists()
 
 
 def test_svg_picture_shows_every_segment_block_and_mapped_granule():

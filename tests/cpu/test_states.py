@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import triton_kv as tkv
+from triton_kv.description import block_takers, tokens_of_one_sequence
 from triton_kv.groups import block_major, groups_of
 
 PAGE = 4096
@@ -43,6 +44,12 @@ class Codebook:
             tkv.BlockTensor("scale", (2,), torch.float64, 0),
             tkv.BlockTensor("codes", (block_size, self.width), torch.uint8, 16),
         )
+
+
+class TokenCodes(Codebook):
+    """The same, but what is kept is each token's."""
+
+    per_token = True
 
 
 @pytest.mark.parametrize(
@@ -114,6 +121,20 @@ def test_attention_of_a_hybrid_model_is_block_major():
         assert (cache["a"].k[:, 0, 0, 0] == torch.arange(60.0)).all()
         assert (cache["a"].v[:, -1, -1, -1] == torch.arange(60.0, 120.0)).all()
         assert cache.padding_bytes == {"attention": 512, "mamba": 3000 - 2440}
+
+
+@pytest.mark.parametrize(
+    ("other", "order", "tokens"),
+    # 10 blocks of 16 tokens for both groups: 5 each, or one for a state and 9 for the tokens
+    [(MLA, "LTBNHD", 80), (TokenCodes(5), "LTBNHD", 80), (Codebook(5), "LBTNHD", 144), (MAMBA, "LBTNHD", 144)],
+    ids=["mla", "tokens_of_your_own", "state_of_your_own", "mamba"],
+)
+def test_what_keeps_tokens_is_no_state(other, order, tokens):
+    with reserve({"a": ATTENTION, "x": other}) as cache:
+        assert cache["a"].layout == order
+    groups = {"one": {"a": ATTENTION}, "two": {"x": other}}
+    with reserve(groups, shared_by="groups", layout="LBTNHD") as cache:
+        assert tokens_of_one_sequence(block_takers(cache.geometry), 10) == tokens
 
 
 @pytest.mark.parametrize(
@@ -206,6 +227,46 @@ def test_a_shared_buffer_has_the_least_page_that_fits_and_says_what_it_wastes():
         assert cache["m.0"].states[1].stride(0) == 8192 // 4
     # A page of 16 * 8192 + 16384 bytes would fit both only as a common multiple; the least that holds both does.
     assert cache.geometry.block_bytes == 2 * 8192
+
+
+def test_groups_that_share_may_count_blocks_of_their_own():
+    """Half the heads, twice the tokens: pages of one size, and nothing wasted."""
+    narrow = tkv.AttentionSpec(num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    groups = [
+        tkv.LayerGroup("x", {"a": ATTENTION}),
+        tkv.LayerGroup("y", {"b": narrow}, block_size=32),
+    ]
+    torch.manual_seed(0)
+    with reserve(groups, shared_by="groups", layout="LBTNHD") as cache:
+        cache.extend(10)
+        assert (cache["a"].k.shape, cache["b"].k.shape) == ((60, 16, 2, 16), (60, 32, 1, 16))
+        assert cache.padding_bytes == {"x": 0, "y": 0}
+        # 40 tokens are 3 blocks of 16 and 2 of 32
+        assert [taker.blocks_for(40) for taker in block_takers(cache.geometry)] == [3, 2]
+        tables = {"a": [0, 6, 9], "b": [3, 5]}
+        filled = {}
+        for name, table in tables.items():
+            layer = cache[name]
+            size, heads = layer.k.shape[1:3]
+            slots = torch.tensor([table[token // size] * size + token % size for token in range(40)])
+            k, v = torch.randn(2, 40, heads, 16)
+            tkv.write_kv(k, v, layer, slots)
+            filled[name] = (k, v, slots)
+        for name, (k, v, slots) in filled.items():
+            metadata = tkv.AttentionMetadata(
+                block_table=torch.tensor([tables[name]], dtype=torch.int32),
+                seq_lens=torch.tensor([40], dtype=torch.int32),
+                query_start_loc=None,
+                slot_mapping=slots[-1:],
+                num_tokens=1,
+                num_seqs=1,
+                max_query_len=1,
+            )
+            q = torch.randn(1, 2, 16)
+            keys, values = (x.expand(40, 2, 16) for x in (k, v))
+            weights = torch.softmax(torch.einsum("hd,thd->ht", q[0], keys) / 4, -1)
+            found = tkv.paged_attention(q, cache[name], metadata)
+            torch.testing.assert_close(found[0], torch.einsum("ht,thd->hd", weights, values), atol=1e-5, rtol=1e-5)
 
 
 def test_a_64_kib_page_beside_an_8_kib_page():
@@ -533,6 +594,20 @@ class Unaligned(Codebook):
         return (tkv.BlockTensor("x", (2,), torch.float32, 6),)
 
 
+class Twice(Codebook):
+    def block_tensors(self, block_size: int) -> tuple[tkv.BlockTensor, ...]:
+        return (tkv.BlockTensor("x", (1,), torch.float64, 0), tkv.BlockTensor("x", (1,), torch.float64, 8))
+
+
+class Plain(Codebook):
+    def block_tensors(self, block_size: int) -> tuple[tuple, ...]:
+        return (("x", (1,), torch.float64, 0),)
+
+
+class NoHash(Codebook):
+    __hash__ = None
+
+
 def two(first, second, **options):
     return lambda: reserve([tkv.LayerGroup("one", first), tkv.LayerGroup("two", second)], **options)
 
@@ -590,10 +665,31 @@ BAD = {
         ValueError,
         "mixed block numbering.*'a': 16, 'b': 32",
     ),
+    "mixed block numbering of cache and group": (
+        lambda: reserve(tkv.LayerGroup("x", {"a": ATTENTION}, block_size=32)),
+        ValueError,
+        "mixed block numbering: group 'x' counts blocks of 32 tokens .* the cache of 16; .* with block_size=32",
+    ),
+    "mixed block numbering of a slot alone": (
+        lambda: reserve(tkv.LayerGroup("x", {"a": ATTENTION}, block_size=32), shared_by="groups"),
+        ValueError,
+        "mixed block numbering: group 'x' counts blocks of 32 tokens",
+    ),
+    "mixed block numbering beside sharers": (
+        lambda: reserve(
+            [
+                *(tkv.LayerGroup(name, {name: WINDOW}, block_size=32) for name in "xy"),
+                tkv.LayerGroup("z", {"z": MLA}, block_size=64),
+            ],
+            shared_by=[["x", "y"]],
+        ),
+        ValueError,
+        "mixed block numbering: group 'z' counts blocks of 64 tokens",
+    ),
     "mixed block numbering later": (
         lambda: reserve({"a": ATTENTION}).add_group(tkv.LayerGroup("b", {"b": ATTENTION}, block_size=32)),
         ValueError,
-        "mixed block numbering: .* 32 tokens, the cache of 16",
+        "mixed block numbering: group 'b' counts blocks of 32 tokens .* the cache of 16",
     ),
     "added twice": (
         lambda: reserve({"a": ATTENTION}).add_group(tkv.LayerGroup("b", {"a": ATTENTION})),
@@ -662,8 +758,63 @@ BAD = {
         "K and V need all six letters",
     ),
     "tensors overlap": (lambda: reserve({"x": Overlapping(5)}), ValueError, "tensor 'y', bytes 15 to 19, overlaps"),
+    "tensor names": (
+        lambda: reserve({"x": Twice(5)}),
+        ValueError,
+        r"layer 'x': tensors are named twice in \['x', 'x'\]",
+    ),
+    "no tensors but tuples": (lambda: reserve({"x": Plain(5)}), TypeError, "layer 'x': block_tensors must give BlockT"),
+    "alignment of zero": (
+        lambda: reserve({"x": Codebook(5, 0)}),
+        ValueError,
+        "layer 'x': alignment_bytes must be at least 1, got 0",
+    ),
+    "alignment no integer": (
+        lambda: reserve({"x": Codebook(5, 8.0)}),
+        TypeError,
+        "layer 'x': alignment_bytes must be an integer, got 8.0",
+    ),
+    "no hash": (lambda: reserve({"x": NoHash(5)}), TypeError, "layer 'x': a spec must be hashable.*frozen dataclass"),
+    "negative rope part": (
+        lambda: tkv.MLASpec(512, -1, torch.bfloat16),
+        ValueError,
+        "^qk_rope_head_dim must not be negative, got -1",
+    ),
+    "rope part no integer": (
+        lambda: tkv.MLASpec(512, 64.0, torch.bfloat16),
+        TypeError,
+        "^qk_rope_head_dim must be an integer, got 64.0",
+    ),
+    "state without a shape": (
+        lambda: tkv.MambaSpec([("s", torch.float32)]),
+        TypeError,
+        r"a state is \(name, shape, dtype\), .* got \('s', torch.float32\)",
+    ),
+    "state shape no sequence": (
+        lambda: tkv.MambaSpec([("s", 5, torch.float32)]),
+        TypeError,
+        r"a state is \(name, shape, dtype\), .* got \('s', 5, torch.float32\)",
+    ),
+    "state no tuple": (lambda: tkv.MambaSpec([5]), TypeError, r"a state is \(name, shape, dtype\), .* got 5"),
+    "group name": (lambda: tkv.LayerGroup(None, {"a": ATTENTION}), TypeError, "a group's name is a string, got None"),
+    "group name of a mapping": (lambda: reserve({0: {"a": ATTENTION}}), TypeError, "a group's name is a string, got 0"),
+    "added no group": (
+        lambda: reserve({"a": ATTENTION}).add_group({"b": ATTENTION}),
+        TypeError,
+        "add_group takes a LayerGroup, such as .*, got {'b': ",
+    ),
+    "no groups to cut": (lambda: tkv.equal_groups([]), ValueError, "equal_groups needs at least one group"),
     "tensor not aligned": (lambda: reserve({"x": Unaligned(5)}), ValueError, "tensor 'x' of torch.float32 at byte 6"),
 }
+
+
+@pytest.mark.parametrize("call", ["describe", "layout_picture", "mapped_bytes_at"])
+def test_a_number_of_blocks_is_whole(call):
+    with reserve({"a": ATTENTION}, capacity=4) as cache:
+        for asked in (cache, cache.geometry):
+            for number in (2.5, 2.0, "2", True):
+                with pytest.raises(TypeError, match="num_blocks must be an integer, got"):
+                    getattr(asked, call)(number)
 
 
 @pytest.mark.parametrize(("call", "error", "message"), BAD.values(), ids=BAD.keys())

@@ -14,7 +14,8 @@ HOST_GRANULE, DEVICE_GRANULE = 4 << 10, 2 << 20
 MANY = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 # Layouts with one segment a layer, and those with several; all keep D innermost, so that bytes can be looked at.
-ONE_SEGMENT = ["LBTNHD", "LBTHND", "LBNHTD", "BLTNHD", "BLNHTD"]
+ONE_SEGMENT = ["LBTNHD", "LBTHND", "LBNHTD", "LBHNTD", "BLTNHD", "BLNHTD", "BLHNTD"]
+INTERLEAVED = ["BHLNTD"]  # one segment, for equal layers in a reservation of their own
 SEVERAL = ["LTBNHD", "TLBNHD", "LHBNTD"]
 
 
@@ -29,7 +30,7 @@ def attention_specs(draw, equal_dims: bool) -> tkv.AttentionSpec:
         num_kv_heads=draw(st.integers(1, 3)),
         head_dim=head_dim,
         v_head_dim=head_dim if equal_dims else draw(st.sampled_from([head_dim, 5])),
-        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        dtype=draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
         window=draw(st.sampled_from([None, 32])),
     )
 
@@ -51,38 +52,49 @@ def state_specs(draw, granule: int) -> tkv.StateSpec:
 @st.composite
 def mixtures(draw, granule: int) -> dict:
     """Arguments of `reserve`: groups, and how they lie."""
-    how = draw(st.sampled_from(["apart", "apart", "shared", "packed", "shared and packed"]))
+    how = draw(st.sampled_from(["apart", "apart", "shared", "packed", "shared and packed", "sets"]))
     groups = []
     for number in range(draw(st.integers(1, 3))):
         count = draw(st.integers(1, 3))
         block_major = how != "apart" or draw(st.booleans())
-        if draw(st.booleans()):
-            layout = draw(st.sampled_from(ONE_SEGMENT if block_major else SEVERAL))
+        kind = draw(st.sampled_from(["attention", "states", "both"]))
+        if kind == "attention":
+            layout = draw(st.sampled_from((ONE_SEGMENT + INTERLEAVED * (how != "sets")) if block_major else SEVERAL))
             specs = [draw(attention_specs(equal_dims=not block_major or "L" not in layout[:1]))] * count
-            page = None
-        else:
+        elif kind == "states":
             layout = draw(st.sampled_from([None, "LB", "BL"]))
             specs = [draw(state_specs(granule)) for _ in range(count)]
-            page = None
-            if draw(st.booleans()) and layout != "BL":
-                page = -(-max(spec.page_bytes(4) for spec in specs) // 64) * 64 + 64
+        else:
+            layout = draw(st.sampled_from([None, *ONE_SEGMENT] if block_major else [None, "LTBNHD", "LHBNTD"]))
+            attention = attention_specs(equal_dims=not block_major or layout is None or "L" not in layout[:1])
+            specs = [draw(attention), draw(state_specs(granule)), draw(attention)][:count]
+        page = None
+        if draw(st.booleans()) and layout not in ("TLBNHD", *INTERLEAVED):
+            # It must divide into 1, 2 or 3 segments, each aligned to 64 bytes.
+            page = -(-max(spec.page_bytes(4) for spec in specs) // 384) * 384 + 384
         groups.append(
             tkv.LayerGroup(
                 f"g{number}",
                 {f"g{number}.{index}": spec for index, spec in enumerate(specs)},
                 layout,
                 page_bytes=page,
-                separate=(layout is None or layout.startswith("L")) and layout != "TLBNHD" and draw(st.booleans()),
+                separate=(layout is None or layout.startswith("L")) and draw(st.booleans()),
             )
         )
+    seconds = [f"{group.name}.1" for group in groups if len(group.names) > 1]
     return {
         "layers": groups,
         "block_size": 4,
         "capacity": draw(st.integers(1, 12)),
         "dense": draw(st.booleans()),
         "layout": "LBTNHD" if how != "apart" else "LTBNHD",
-        "shared_by": "groups" if "shared" in how else (),
-        "packed": "packed" in how,
+        # The first layers of all groups in one slot, and the second ones of all that have some side by side.
+        "shared_by": [[f"{group.name}.0" for group in groups]]
+        if how == "sets"
+        else "groups"
+        if "shared" in how
+        else (),
+        "packed": [seconds] if how == "sets" and seconds else "packed" in how,
     }
 
 
@@ -120,7 +132,7 @@ def pattern(layer: int, view: int, block: int, like: torch.Tensor) -> torch.Tens
 @given(mixture=mixtures(HOST_GRANULE), steps=st.lists(st.integers(0, 12), max_size=4))
 def test_every_committed_byte_is_zero_then_the_layers_own(mixture, steps):
     driver = tkv.HostMemory(HOST_GRANULE, budget_bytes=64 << 20)
-    shared = mixture["shared_by"] == "groups"
+    shared = bool(mixture["shared_by"])
     with tkv.KVCache.reserve(**mixture, memory=tkv.PoisonedMemory(driver)) as cache:
         assert cache.reserved_bytes == cache.geometry.reserved_bytes
         done = 0
@@ -168,7 +180,7 @@ def test_a_device_counts_the_same_bytes(mixture, blocks, steps):
 @given(mixture=mixtures(DEVICE_GRANULE))
 def test_no_two_pages_overlap_unless_they_share_a_slot(mixture):
     geometry = tkv.arrange(mixture.pop("layers"), granularity=DEVICE_GRANULE, **mixture)
-    shared = mixture["shared_by"] == "groups"
+    shared = bool(mixture["shared_by"])
     taken: dict[int, list[tuple[int, int, str, int]]] = {}
     for layer in geometry.layers:
         segments = layer.num_segments if layer.order[0] == "L" else 1
@@ -176,6 +188,8 @@ def test_no_two_pages_overlap_unless_they_share_a_slot(mixture):
             for block in (0, geometry.capacity - 1):
                 start = layer.base_bytes + segment * layer.segment_stride_bytes + block * layer.block_stride_bytes
                 page = layer.page_bytes // layer.num_segments
+                if layer.order in INTERLEAVED:  # the first head's part of it
+                    page //= layer.spec.num_kv_heads
                 taken.setdefault(layer.buffer, []).append((start, start + page, layer.group, block))
     for index, spans in taken.items():
         buffer = geometry.buffers[index]
