@@ -31,8 +31,9 @@ def make_plan(tensors, **fields):
     return plan.AttentionPlan(tensors.layer, tensors.case.num_query_heads, **{**sizes, **fields})
 
 
-def workspace_of(owner, tensors, causal=True):
-    return owner.workspace_for(tensors.q, operands_of(tensors.layer), tensors.metadata, 0, causal, False)
+def workspace_of(owner, tensors, causal=True, layer=None):
+    layer = tensors.layer if layer is None else layer  # a step's metadata may serve another cache's layers
+    return owner.workspace_for(tensors.q, operands_of(layer), tensors.metadata, 0, causal, False)
 
 
 @pytest.mark.parametrize("case", [LONG, BAD], ids=str)
@@ -56,7 +57,7 @@ def test_calls_use_the_list_and_its_address_stays():
     tensors, others = make_tensors(LONG), make_tensors(BAD)
     owner = make_plan(tensors)
     owner.prepare(others.metadata)
-    first = workspace_of(owner, others).chunks
+    first = workspace_of(owner, others, layer=tensors.layer).chunks
     owner.prepare(tensors.metadata)
     work = workspace_of(owner, tensors).chunks
     assert work.data_ptr() == first.data_ptr()
@@ -108,13 +109,13 @@ def test_a_list_of_another_kernel_or_batch_is_not_used():
     owner = make_plan(tensors)
     with use_prefill_kernel("hopper"):
         owner.prepare(few.metadata)
-        assert workspace_of(owner, few).chunks.data_ptr() == owner._work.data_ptr()
+        assert workspace_of(owner, few, layer=tensors.layer).chunks.data_ptr() == owner._work.data_ptr()
     with pytest.raises(ValueError, match="under the same choice as the layers"):
-        workspace_of(owner, few)
+        workspace_of(owner, few, layer=tensors.layer)
     owner.prepare(few.metadata)  # now chunks of the decode kernels
-    assert workspace_of(owner, few).chunks.data_ptr() == owner._chunks.data_ptr()
+    assert workspace_of(owner, few, layer=tensors.layer).chunks.data_ptr() == owner._chunks.data_ptr()
     with use_prefill_kernel("hopper"):
-        assert workspace_of(owner, few) is None
+        assert workspace_of(owner, few, layer=tensors.layer) is None
     owner.prepare(tensors.metadata)
     tensors.metadata.query_start_loc[-1] -= 1  # contents are the device's own business
     assert workspace_of(owner, tensors) is not None
