@@ -169,10 +169,12 @@ def agree(
     Where planning failed, pass what it raised (`plan_blocks(..., group=group)` does): all ranks raise and name it, this
     one with it as the cause. An interrupt is raised here as it is, once the others know.
 
-    `same_layout=False` lets layouts, specs and layers differ, for ranks that hold different layers (a pipeline): only
-    the number of blocks, the names of caches, and tokens in a block, must be one then. Returns the rank's own plan with the least number of
-    blocks of all ranks, cache by cache: those that share by equal tokens on every rank still do, those that share by a
-    ratio need not keep to it. `bound_by` is the rank that lowered the first cache that is lower than in the own plan.
+    `same_layout=False` lets layouts, specs and layers differ, for ranks that hold different layers (a pipeline):
+    only the number of blocks, the caches' names, and tokens in a block, must be one then. Returns the rank's own
+    plan with the least number of blocks of all ranks, cache by cache: those that share by equal tokens on every
+    rank still do, those that share by a ratio need not keep to it. `bound_by` is the rank that lowered the first
+    cache that is lower than in the own plan.
+
     Raises `RankError` and `RankLost`; the host waits for the other ranks.
     """
     from triton_kv.sizing import Plan

@@ -58,7 +58,7 @@ class CacheShare:
 
     @property
     def taken_bytes(self) -> int:
-        """What the driver's free memory loses to the share: nothing where more is held, since extend gives none back."""
+        """What the driver's free memory loses to the share: none where more is held, since extend gives none back."""
         return max(self.mapped_bytes - self.held_bytes - self.pooled_bytes, 0)
 
     def with_blocks(self, num_blocks: int) -> CacheShare:
@@ -242,7 +242,8 @@ class Plan:
         if legacy.gained_blocks < 0:
             return f"{text}, {-legacy.gained_blocks} more than fit after it"
         whose = " on this rank, before it agreed" if self.rank_blocks else ""
-        return f"{text}; measuring after it gains {legacy.gained_blocks} blocks ({legacy.gained_bytes / GIB:.3f} GiB){whose}"
+        gained = f"{legacy.gained_blocks} blocks ({legacy.gained_bytes / GIB:.3f} GiB)"
+        return f"{text}; measuring after it gains {gained}{whose}"
 
 
 def _fields_of(kind: type[Any], numbers: dict[str, Any]) -> dict[str, Any]:

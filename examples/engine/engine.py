@@ -62,7 +62,7 @@ class Engine:
         self.runner = ModelRunner(model, context_tokens=config.context_tokens, **sizes)
         with ledger.stage("first block") as notes:
             self.cache = self._reserve(model, options.capacity)
-            self.cache.extend(1)
+            self.cache.extend(1, group=self._group)
             notes.append(f"{self.cache.capacity} blocks, {self.cache.reserved_bytes / 2**30:.2f} GiB of addresses")
         with ledger.stage("profile run") as notes:
             self.runner.profile(self.cache)
@@ -106,15 +106,15 @@ class Engine:
 
     def _make_plan(self) -> tkv.Plan:
         options = self.options
-        plan = tkv.plan_blocks(
+        return tkv.plan_blocks(
             self.cache,
             self.ledger,
             utilization=options.utilization,
             headroom_bytes=options.headroom_bytes,
             num_blocks=options.num_blocks,
             spare_blocks=1,  # block 0
+            group=self._group,
         )
-        return plan if self._group is None else plan.agree(self._group)
 
     def _longest(self, context_tokens: int) -> int:
         """The longest sequence to accept, read from the plan: what it says fits only now."""

@@ -545,8 +545,7 @@ def _die_after_the_vote(rank, operation):
     arguments = (8,) if operation == "shrink" else ()
     try:
         getattr(cache, operation)(*arguments, group=dist.group.WORLD)
-    except tkv.InconsistentRanks as error:
-        assert "the group is inconsistent" in str(error)
+    except tkv.InconsistentRanks:
         return cache.num_blocks, cache.asleep
 
 

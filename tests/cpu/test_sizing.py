@@ -284,7 +284,7 @@ def test_bad_input_for_several_caches(changes, message):
 
 
 def test_bytes_below_one_block():
-    with pytest.raises(ValueError, match="cache_bytes=4096 gives cache no block: .*granules, in bytes cache 16777216"):
+    with pytest.raises(ValueError, match=r"cache_bytes=4096 gives cache no block: .*granules, in bytes cache 16777216"):
         fit_one(cache_bytes=4096)
 
 
