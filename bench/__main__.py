@@ -186,13 +186,13 @@ def _plot(asked: argparse.Namespace) -> int:
 
 
 def _measured(paths: Sequence[str]) -> list[dict[str, Any]]:
-    """The records with measured cases. Those of test runs and profiles are named and left out."""
+    """The records with measured cases. Those of test runs, profiles and demos are named and left out."""
     records = []
     for path in paths:
         if has_timings(path):
             records.append(read_record(path))
         else:
-            print(f"{path} holds test results or counters, not timings: left out", file=sys.stderr)
+            print(f"{path} holds test results, counters or a ledger, not timings: left out", file=sys.stderr)
     return records
 
 

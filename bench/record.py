@@ -59,12 +59,12 @@ def read_record(path: Path | str) -> dict[str, Any]:
 
 
 def has_timings(path: Path | str) -> bool:
-    """Whether a file is not plainly another record: outcomes of tests (`bench.gpu_tests`) or counters (`profile`)."""
+    """Whether a file is not plainly another record: tests (`bench.gpu_tests`), counters (`profile`), a demo's ledger."""
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return True  # reading it says what is wrong
-    return not isinstance(record, dict) or "cases" in record or not ("counts" in record or "profiles" in record)
+    return not isinstance(record, dict) or "cases" in record or not {"counts", "profiles", "ledger"} & set(record)
 
 
 def problems_of(record: Any) -> list[str]:
