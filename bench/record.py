@@ -59,7 +59,7 @@ def read_record(path: Path | str) -> dict[str, Any]:
 
 
 def has_timings(path: Path | str) -> bool:
-    """Whether a file is not plainly another record: tests (`bench.gpu_tests`), counters (`profile`), a demo's ledger."""
+    """Whether a file is not plainly another record: tests (`bench.gpu_tests`), counters (`profile`), a ledger."""
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
