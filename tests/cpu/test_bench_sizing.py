@@ -70,16 +70,27 @@ def test_quick_runs_start_at_one_utilization():
 
 
 def test_the_first_start_makes_the_weights_in_a_stage(monkeypatch):
-    made = []
-    plain = sizing.random_weights
-    monkeypatch.setattr(sizing, "random_weights", lambda *a, **k: made.append(1) or plain(*a, **k))
+    made, memories = [], []
+    plain, host_memory = sizing.random_weights, tkv.HostMemory
+
+    def open_memory(*arguments):
+        memories.append(host_memory(*arguments))
+        return memories[-1]
+
+    def make(*arguments, **options):
+        made.append(1)
+        memories[-1].create(4096)  # in the books of the attempt's memory
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(tkv, "HostMemory", open_memory)
+    monkeypatch.setattr(sizing, "random_weights", make)
     case = sizing.run(session(), SMOKE)
     assert made == [1], "the same weights serve all"
     stages = [stage["name"] for stage in case["ours"]["stages"]]
     assert stages[:3] == ["weights", "first block", "profile run"]
     assert case["peers"]["legacy-1GiB"]["stages"][0]["name"] == "first block"
     assert case["parameters"]["weight_bytes"] > 0
-    assert [attempt["lost_bytes"] for attempt in case["ours"]["attempts"]] == [0, 0]
+    assert [attempt["lost_bytes"] for attempt in case["ours"]["attempts"]] == [0, 0], "weights stay, and are not lost"
 
 
 def test_weights_that_cannot_be_made_leave_it_to_the_next_start(monkeypatch):
