@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOFLINES = ("read_gbps", "write_gbps", "copy_gbps", "matmul_tflops")
-OTHERS = ("gpu_tests", "memcheck", "profile", "tune")  # records of another form
+OTHERS = ("gpu_tests", "memcheck", "profile", "tune", "demo")  # records of another form
 TIMES = ("median_us", "p20_us", "p80_us")
 
 

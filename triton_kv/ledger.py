@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from triton_kv.memory import names_device, open_memory
+from triton_kv.memory.wrapper import WrappedMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -200,7 +201,7 @@ class MemoryLedger:
         self._open: str | None = None
         self._done: list[str] = []
         self._other_bytes = 0
-        self._grown: dict[str, int] = {}  # by stage: what it took that neither torch nor a cache holds
+        self._taken: dict[str, int] = {}  # by stage: what it took for good, torch's part and the rest
         self._last = reader.read()
         self._last_cache_bytes = 0
         self.start = self._last
@@ -211,16 +212,16 @@ class MemoryLedger:
     def device(self) -> torch.device:
         return self._reader.device
 
-    def watch(self, cache: KVCache) -> None:
-        """Counts what a cache holds as the cache's. It is not kept alive; a second call for it does nothing.
+    def watch(self, cache: KVCache) -> bool:
+        """Counts what a cache holds as the cache's; False if it did so before. The cache is not kept alive.
 
         Call it where the cache is made. One that holds memory already makes a reading (synchronises): what was there
-        at the last one was taken for a stage's other memory, and moves to the cache from the next record on.
+        at the last one was taken for a stage's other memory, and moves to the cache from the next record on. Raises
+        `ValueError` for a cache of another device, on a CPU of another driver object.
         """
-        if cache.device != self.device:
-            raise ValueError(f"the ledger is of {self.device!s}, the cache lives on {cache.device!s}")
+        require_one_device([cache], self)
         if any(known is cache for known in self._watched()):
-            return
+            return False
         if held_bytes := _held_bytes(cache):
             reading = self._reader.read(self._last)
             came = self._unexplained(self._last, self._last_cache_bytes, reading, self._cache_bytes())
@@ -228,6 +229,7 @@ class MemoryLedger:
             self._last_cache_bytes += there
             self._other_bytes = max(self._other_bytes - there, 0)
         self._caches.append(weakref.ref(cache))
+        return True
 
     # Stages.
 
@@ -270,7 +272,7 @@ class MemoryLedger:
             raise ValueError(f"stage {name!r} after stage {later[-1]!r}: the order is {', '.join(STAGES)}")
 
     def _finish(self, name: str, notes: Sequence[str], started: float, failed: bool) -> None:
-        if name == "profile run":
+        if name == "profile run" and not failed:
             self._held.clear()  # held long enough: the peak knows them
         before, cache_before = self._last, self._last_cache_bytes
         reading = self._reader.read()
@@ -282,7 +284,7 @@ class MemoryLedger:
             self._warn(f"during {name!r} {-grown / MIB:.0f} MiB came free that neither torch nor a cache held")
         if abs(came) > TOLERANCE_BYTES:
             self._warn(f"during {name!r} other processes {_took(came)}")
-        self._grown[name] = max(grown, 0)
+        self._taken[name] = max(grown, 0) + max(_torch_kept(reading) - _torch_kept(before), 0)
         self._other_bytes += max(grown, 0)
         self._last, self._last_cache_bytes = reading, cache_bytes
         self.stages.append(
@@ -348,7 +350,8 @@ class MemoryLedger:
         """Keeps room for memory that lives beside the cache later: an encoder cache, a logits gather, a workspace.
 
         A number of bytes is announced: the plan leaves exactly as much free. A tensor on the ledger's device is held
-        until the profile run ends, so that torch's peak holds it. Nothing is kept for zero bytes. Raises `ValueError`
+        until the profile run has succeeded, so that torch's peak holds it (on a CPU there is no such peak: announce its
+        bytes). Nothing is kept for zero bytes. Raises `ValueError`
         for negative sizes, a name used twice, a tensor of another device or after the profile run.
         """
         if isinstance(what, bool) or not isinstance(what, (int, torch.Tensor)):
@@ -391,13 +394,10 @@ class MemoryLedger:
     def graph_bytes(self) -> int:
         """What capture (and replaying every graph once) took: pools, workspaces, communicator buffers.
 
-        Memory that torch holds ready for reuse counts at neither end: a capture begins by giving it back.
+        Counted from the beginning of the stage. Memory that torch holds ready for reuse counts at neither end: a
+        capture begins by giving it back.
         """
-        if (capture := self.find("capture")) is None:
-            return 0
-        before = self.stages[self.stages.index(capture) - 1] if self.stages[0] is not capture else None
-        start_torch = before.torch_bytes - before.reusable_bytes if before else 0
-        return max(capture.torch_bytes - capture.reusable_bytes - start_torch, 0) + self._grown["capture"]
+        return self._taken["capture"] if self.find("capture") else 0
 
     def find(self, name: str) -> StageRecord | None:
         """The stage of this name, if it was completed."""
@@ -445,6 +445,33 @@ def stage_table(stages: Sequence[StageRecord]) -> str:
         name = f"{stage.name} (failed)" if stage.failed else stage.name
         lines.append(f"{name:<18} {stage.seconds:>8.3f} {numbers}  {stage.note}".rstrip())
     return "\n".join(lines)
+
+
+def require_one_device(caches: Sequence[KVCache], ledger: MemoryLedger | None = None) -> None:
+    """Raises `ValueError` unless all live on one device; on a CPU each driver object is a device of its own."""
+    devices = {cache.device for cache in caches}
+    if len(devices) > 1 or (ledger is not None and devices - {ledger.device}):
+        owner = f"the ledger is of {ledger.device!s}, " if ledger is not None else ""
+        raise ValueError(
+            f"{owner}the caches live on {', '.join(sorted(map(str, devices)))}: plan each device by itself"
+        )
+    if devices != {torch.device("cpu")}:
+        return
+    memories = [cache._store.memory for cache in caches] + ([ledger._reader.memory] if ledger is not None else [])
+    if len({id(_driver(memory)) for memory in memories}) > 1:
+        what = "the ledger and the cache" if ledger is not None else "the caches"
+        raise ValueError(f"{what} use different memory objects of the CPU: pass the same `memory` to each of them")
+
+
+def _driver(memory: VirtualMemory) -> VirtualMemory:
+    while isinstance(memory, WrappedMemory):
+        memory = memory.memory
+    return memory
+
+
+def _torch_kept(reading: MemoryReading) -> int:
+    """What torch's allocator holds and would not give back: tensors, and the private pools of graphs."""
+    return reading.reserved_bytes - reading.reusable_bytes
 
 
 def _held_bytes(cache: KVCache) -> int:

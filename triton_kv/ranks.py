@@ -161,38 +161,45 @@ def _add_odd_ones(failures: dict[int, str], values: Sequence[Any], text: str) ->
             failures[rank] = text.format(values[rank], values[sound[0]], sound[0])
 
 
-def agree(plan: Plan | Sequence[Plan] | None, group: dist.ProcessGroup, *, same_layout: bool = True) -> Plan:
+def agree(
+    plan: Plan | Sequence[Plan] | BaseException | None, group: dist.ProcessGroup, *, same_layout: bool = True
+) -> Plan:
     """`Plan.agree`, also for a rank that made no plan or several: the error then reaches every rank.
 
-    `same_layout=False` lets layouts, specs and layers differ, for ranks that hold different layers (a pipeline): only
-    the number of blocks, and tokens in a block, must be one then. Returns the rank's own plan with the least number of
-    blocks of all ranks, cache by cache: those that share by equal tokens on every rank still do, those that share by a
-    ratio need not keep to it. `bound_by` is the rank that lowered the first cache that is lower than in the own plan.
+    Where planning failed, pass what it raised (`plan_blocks(..., group=group)` does): all ranks raise and name it, this
+    one with it as the cause. An interrupt is raised here as it is, once the others know.
+
+    `same_layout=False` lets layouts, specs and layers differ, for ranks that hold different layers (a pipeline):
+    only the number of blocks, the caches' names, and tokens in a block, must be one then. Returns the rank's own
+    plan with the least number of blocks of all ranks, cache by cache: those that share by equal tokens on every
+    rank still do, those that share by a ratio need not keep to it. `bound_by` is the rank that lowered the first
+    cache that is lower than in the own plan.
+
     Raises `RankError` and `RankLost`; the host waits for the other ranks.
     """
     from triton_kv.sizing import Plan
 
     operation = "agree"
-    plans: list[Plan] = [] if plan is None else [plan] if isinstance(plan, Plan) else list(plan)
+    failure = plan if isinstance(plan, BaseException) else None
+    plans: list[Plan] = []
+    if isinstance(plan, Plan):
+        plans = [plan]
+    elif plan is not None and not isinstance(plan, BaseException):
+        plans = list(plan)
     world_size = dist.get_world_size() if dist.is_initialized() else 0
     if len(plans) == 1:
         shares = plans[0].caches
-        digests = [share.digest if same_layout else str(share.block_size) for share in shares]
+        digests = [_paired(share.name, share.digest if same_layout else str(share.block_size)) for share in shares]
         mine = Ballot(operation, world_size, tuple(share.num_blocks for share in shares), " ".join(digests))
+    elif failure is not None:
+        mine = Ballot(operation, world_size, error=_describe(failure))
+    elif plans:
+        mine = Ballot(operation, world_size, error=f"gave {len(plans)} plans: make one, for all caches of the rank")
     else:
-        given = f"gave {len(plans)} plans" if plans else "gave no plan"
-        mine = Ballot(operation, world_size, error=f"{given}: one reading, one plan on every rank")
-    ballots = exchange(group, mine)
-    judge(operation, ballots)
-    failures: dict[int, str] = {}
+        mine = Ballot(operation, world_size, error="gave no plan: where planning failed, pass its exception to agree")
     what = "layout, spec or block size" if same_layout else "block size"
-    _add_odd_ones(
-        failures,
-        [ballot.digest for ballot in ballots],
-        f"has another {what} than rank {{2}} (digests {{0}} and {{1}}); reserve the same on every rank",
-    )
-    if failures:
-        raise RankError(operation, failures)
+    text = f"has another {what} than rank {{2}}, or other names of caches (digests {{0}} and {{1}}); use one on all"
+    ballots = _vote(group, mine, failure, lambda ballot: ballot.digest, text)
     own = plans[0]
     by_cache = list(zip(*(ballot.num_blocks for ballot in ballots), strict=True))
     agreed = [min(counts) for counts in by_cache]
@@ -203,6 +210,11 @@ def agree(plan: Plan | Sequence[Plan] | None, group: dist.ProcessGroup, *, same_
         bound_by=f"rank {by_cache[lowered[0]].index(agreed[lowered[0]])}" if lowered else own.bound_by,
         rank_blocks=by_cache[0],
     )
+
+
+def _paired(name: str, digest: str) -> str:
+    """Caches meet those of their own name on other ranks."""
+    return hashlib.sha256(f"{name}\0{digest}".encode()).hexdigest()[:16]
 
 
 def change_together(
@@ -231,7 +243,9 @@ def change_together(
 
     def vote(operation: str, failure: BaseException | None, blocks: int | None) -> None:
         counts = () if blocks is None else (blocks,)
-        _vote(group, Ballot(operation, world_size, counts, error=_describe(failure)), failure)
+        ballot = Ballot(operation, world_size, counts, error=_describe(failure))
+        text = "would hold {0[0]} blocks where rank {2} would hold {1[0]}"
+        _vote(group, ballot, failure, lambda other: other.num_blocks, text)
 
     def confirm() -> None:
         nonlocal confirmed, lost
@@ -272,15 +286,22 @@ def change_together(
     return result
 
 
-def _vote(group: dist.ProcessGroup, ballot: Ballot, failure: BaseException | None) -> None:
+def _vote(
+    group: dist.ProcessGroup,
+    ballot: Ballot,
+    failure: BaseException | None,
+    common: Callable[[Ballot], Any],
+    text: str,
+) -> list[Ballot]:
+    """Everybody's ballots, where all can go on and have the same in `common`; `text` says so of one that has not."""
     try:
         ballots = exchange(group, ballot)
         judge(ballot.operation, ballots)
         failures: dict[int, str] = {}
-        text = "would hold {0[0]} blocks where rank {2} would hold {1[0]}"
-        _add_odd_ones(failures, [other.num_blocks for other in ballots], text)
+        _add_odd_ones(failures, [common(other) for other in ballots], text)
         if failures:
             raise RankError(ballot.operation, failures)
+        return ballots
     except RankError as error:
         if failure is not None and not isinstance(failure, Exception):
             raise failure from error  # an interrupt stays one

@@ -18,7 +18,8 @@ from triton_kv.description import (
     tokens_of_one_sequence,
 )
 from triton_kv.errors import OutOfMemory
-from triton_kv.ledger import GIB, MIB, MemoryLedger, StageRecord, stage_table
+from triton_kv.ledger import GIB, MIB, MemoryLedger, StageRecord, require_one_device, stage_table
+from triton_kv.spec import positive_int, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -63,9 +64,8 @@ class CacheShare:
 
     @property
     def taken_bytes(self) -> int:
-        """What the driver's free memory loses to the share; negative where it is smaller than what is held."""
-        grown_bytes = self.mapped_bytes - self.held_bytes
-        return grown_bytes if grown_bytes <= 0 else max(grown_bytes - self.pooled_bytes, 0)
+        """What the driver's free memory loses to the share: none where more is held, since extend gives none back."""
+        return max(self.mapped_bytes - self.held_bytes - self.pooled_bytes, 0)
 
     def with_blocks(self, num_blocks: int) -> CacheShare:
         """The same share with another number of blocks, and the bytes that those take."""
@@ -87,6 +87,10 @@ class LegacyGuess:
     mapped_bytes: int
     estimate_bytes: int  # for graphs and workspaces
     graph_bytes: int  # what they took in truth
+    gained_blocks: int = (
+        0  # of the plan that it stands beside, before ranks agreed on less; negative: the guess has more
+    )
+    gained_bytes: int = 0
 
     @property
     def over_bytes(self) -> int:
@@ -142,7 +146,7 @@ class Plan:
 
     @property
     def free_after_bytes(self) -> int:
-        """What the plan leaves free on the device."""
+        """What the plan leaves free on the device. A cache that holds more than its share keeps it."""
         return self.free_bytes - sum(share.taken_bytes for share in self.caches)
 
     @property
@@ -180,23 +184,33 @@ class Plan:
         return agree(self, group)
 
     def to_json(self) -> str:
-        """All numbers, derived ones included."""
+        """All fields, and what follows from them: `mapped_bytes`, `free_after_bytes`, `taken_bytes` and (where tokens
+        are known) `longest_sequence_tokens` of each cache, `over_bytes` of the guess."""
         numbers = asdict(replace(self, caches=()))
-        numbers["caches"] = [
-            {name: value for name, value in vars(share).items() if name != "mapped_bytes_at"} for share in self.caches
-        ]
+        numbers["caches"] = [self._share_numbers(share) for share in self.caches]
         numbers |= {"mapped_bytes": self.mapped_bytes, "free_after_bytes": self.free_after_bytes}
+        if self.legacy is not None:
+            numbers["legacy"]["over_bytes"] = self.legacy.over_bytes
         return json.dumps(numbers, indent=1)
+
+    def _share_numbers(self, share: CacheShare) -> dict[str, Any]:
+        numbers = {name: value for name, value in vars(share).items() if name != "mapped_bytes_at"}
+        numbers["taken_bytes"] = share.taken_bytes
+        if share.takers:
+            numbers["longest_sequence_tokens"] = replace(self, caches=(share,)).longest_sequence_tokens
+        return numbers
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        numbers = {name: value for name, value in json.loads(text).items() if name in cls.__dataclass_fields__}
+        numbers = _fields_of(cls, json.loads(text))
         numbers["caches"] = tuple(
-            CacheShare(**{**share, "takers": tuple(BlockTaker(*taker) for taker in share["takers"])})
+            CacheShare(
+                **{**_fields_of(CacheShare, share), "takers": tuple(BlockTaker(*one) for one in share["takers"])}
+            )
             for share in numbers["caches"]
         )
         numbers["stages"] = tuple(StageRecord(**stage) for stage in numbers["stages"])
-        numbers["legacy"] = numbers["legacy"] and LegacyGuess(**numbers["legacy"])
+        numbers["legacy"] = numbers["legacy"] and LegacyGuess(**_fields_of(LegacyGuess, numbers["legacy"]))
         numbers["rank_blocks"] = tuple(numbers["rank_blocks"])
         return cls(**numbers)
 
@@ -234,11 +248,18 @@ class Plan:
             f"before capture, with {legacy.estimate_bytes / GIB:.3f} GiB guessed for graphs that took "
             f"{legacy.graph_bytes / GIB:.3f}: {legacy.num_blocks} blocks"
         )
-        gained = self.num_blocks - legacy.num_blocks
         if legacy.over_bytes:
             return f"{text}, which is {legacy.over_bytes / GIB:.3f} GiB over the budget"
-        gained_bytes = self.mapped_bytes - legacy.mapped_bytes
-        return f"{text}; measuring after it gains {gained} blocks ({gained_bytes / GIB:.3f} GiB)"
+        if legacy.gained_blocks < 0:
+            return f"{text}, {-legacy.gained_blocks} more than fit after it"
+        whose = " on this rank, before it agreed" if self.rank_blocks else ""
+        gained = f"{legacy.gained_blocks} blocks ({legacy.gained_bytes / GIB:.3f} GiB)"
+        return f"{text}; measuring after it gains {gained}{whose}"
+
+
+def _fields_of(kind: type[Any], numbers: dict[str, Any]) -> dict[str, Any]:
+    """Without the derived numbers that `Plan.to_json` adds."""
+    return {name: value for name, value in numbers.items() if name in kind.__dataclass_fields__}
 
 
 def largest_fit(mapped_bytes_at: Callable[[int], int], limit_bytes: int, max_blocks: int) -> int:
@@ -308,9 +329,9 @@ def fit_caches(
     the others). `num_blocks` (of each cache) and `cache_bytes` (of all together) replace the budget: they are taken at
     the caller's word, and the driver will say whether they fit.
 
-    Raises `ValueError` for impossible numbers, `OutOfMemory` if some cache gets not even one block.
+    Raises `ValueError` for impossible numbers, `TypeError` for bytes or blocks that are no integers, `OutOfMemory` if
+    some cache gets not even one block.
     """
-    _check_budget(utilization, max_blocks, num_blocks, cache_bytes, ratio, costs)
     for name, value in (
         ("total_bytes", total_bytes),
         ("free_bytes", free_bytes),
@@ -318,8 +339,8 @@ def fit_caches(
         ("reservation_bytes", reservation_bytes),
         ("headroom_bytes", headroom_bytes),
     ):
-        if value < 0:
-            raise ValueError(f"{name} must not be negative, got {value}")
+        _not_negative(name, value)
+    _check_budget(utilization, max_blocks, num_blocks, cache_bytes, ratio, costs)
     held_bytes = sum(cost.mapped_bytes + cost.pooled_bytes for cost in costs)
     aliased_bytes = sum(cost.aliased_bytes for cost in costs)
     kept_bytes = activation_bytes + reservation_bytes + headroom_bytes
@@ -351,9 +372,20 @@ def fit_caches(
         headroom_bytes=headroom_bytes,
         utilization=utilization,
     )
+    if 0 in chosen and cache_bytes is not None:
+        each = ", ".join(f"{cost.name} {cost.mapped_bytes_at(1)}" for cost in costs)
+        raise ValueError(
+            f"cache_bytes={cache_bytes} gives {costs[chosen.index(0)].name} no block: one block takes whole granules, "
+            f"in bytes {each}; give more"
+        )
     if 0 in chosen:
         raise _no_block(plan, costs)
     return plan
+
+
+def _not_negative(name: str, value: int) -> None:
+    if whole_number(name, value) < 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
 
 
 def _check_budget(
@@ -368,20 +400,36 @@ def _check_budget(
         raise ValueError("a plan needs at least one cache")
     if not 0.0 < utilization <= 1.0:
         raise ValueError(f"utilization must lie in (0, 1], got {utilization}")
-    if max_blocks is not None and max_blocks < 1:
-        raise ValueError(f"max_blocks must be at least 1, got {max_blocks}")
-    if num_blocks is not None and cache_bytes is not None:
-        raise ValueError(f"num_blocks={num_blocks} and cache_bytes={cache_bytes} both fix the size: give one of them")
+    if max_blocks is not None:
+        positive_int("max_blocks", max_blocks)
     if num_blocks is not None:
+        for name, other in (("cache_bytes", cache_bytes), ("max_blocks", max_blocks)):
+            if other is not None:
+                raise ValueError(f"num_blocks={num_blocks} and {name}={other} both say the size: give one of them")
         least = min(cost.capacity for cost in costs)
-        if not 1 <= num_blocks <= least:
+        if not 1 <= whole_number("num_blocks", num_blocks) <= least:
             raise ValueError(f"num_blocks must lie in 1..{least} (the capacity), got {num_blocks}")
-    if cache_bytes is not None and cache_bytes < 0:
-        raise ValueError(f"cache_bytes must not be negative, got {cache_bytes}")
+    if cache_bytes is not None:
+        _not_negative("cache_bytes", cache_bytes)
     if ratio is not None and (len(ratio) != len(costs) or not all(0 < part < math.inf for part in ratio)):
         raise ValueError(f"ratio needs a positive number for each of the {len(costs)} caches, got {list(ratio)}")
     if ratio is None and len(costs) > 1 and any(cost.block_size is None for cost in costs):
         raise ValueError("caches that share by tokens need a block_size each; or give a ratio")
+    if ratio is None and len(costs) > 1 and num_blocks is None:
+        _check_equal_tokens(costs, max_blocks)
+
+
+def _check_equal_tokens(costs: Sequence[CacheCost], max_blocks: int | None) -> None:
+    """Raises `ValueError` where whole blocks of each cache cannot hold equal tokens within the capacities."""
+    unit = math.lcm(*(cost.block_size or 1 for cost in costs))
+    for cost in costs:
+        for what, blocks in (("capacity", cost.capacity), ("max_blocks", max_blocks)):
+            if blocks is not None and blocks * (cost.block_size or 1) < unit:
+                sizes = ", ".join(f"{other.name} {other.block_size}" for other in costs)
+                raise ValueError(
+                    f"equal tokens come in multiples of {unit}, for blocks of {sizes} tokens: with {what} {blocks} "
+                    f"{cost.name} holds {blocks * (cost.block_size or 1)}; allow more blocks, or give a ratio"
+                )
 
 
 def _divide(costs: Sequence[CacheCost], most: list[int], limit_bytes: int, ratio: Sequence[float] | None) -> list[int]:
@@ -470,6 +518,7 @@ def plan_blocks(
     ratio: Mapping[str, float] | None = None,
     spare_blocks: int = 0,
     graph_estimate_bytes: int | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Plan:
     """Reads the cache's device and says how many blocks it may hold; call it after warm-up and capture.
 
@@ -487,34 +536,55 @@ def plan_blocks(
         max_blocks: no more than these.
         num_blocks, cache_bytes: a fixed size instead of the budget.
         spare_blocks: blocks that no sequence gets, such as a block 0 for padding: they hold no tokens of the plan.
-        graph_estimate_bytes: for the comparison: what sizing before capture keeps for graphs (1 GiB on a GPU).
+        graph_estimate_bytes: for the comparison: what sizing before capture keeps for graphs (1 GiB on a GPU). There is
+            none with several caches, with a fixed size, or where the ledger did not watch the cache.
+        group: every rank of it makes the call, and `agree` is part of it: a rank that cannot plan is an error on all.
 
     Raises what `fit_caches` raises (`OutOfMemory` with the ledger as a note), `ValueError` for a ledger of another
-    device, one with an open stage or one without a profile run, and `Closed`.
+    device, one with an open stage or one without a profile run, and `Closed`; with `group` also what `agree` raises.
     """
+    if group is not None:
+        from triton_kv.ranks import agree
+
+        own: Plan | BaseException
+        try:
+            own = plan_blocks(
+                cache,
+                ledger,
+                utilization=utilization,
+                headroom_bytes=headroom_bytes,
+                activation_bytes=activation_bytes,
+                max_blocks=max_blocks,
+                num_blocks=num_blocks,
+                cache_bytes=cache_bytes,
+                ratio=ratio,
+                spare_blocks=spare_blocks,
+                graph_estimate_bytes=graph_estimate_bytes,
+            )
+        except BaseException as error:  # also an interrupt: the others wait for this rank
+            own = error
+        return agree(own, group)
     caches = {"cache": cache} if not hasattr(cache, "items") else dict(cache.items())
     if ratio is not None and set(ratio) != set(caches):
         raise ValueError(f"ratio names {', '.join(ratio)}; the caches are {', '.join(caches)}")
-    if spare_blocks < 0:
-        raise ValueError(f"spare_blocks must not be negative, got {spare_blocks}")
-    if graph_estimate_bytes is not None and graph_estimate_bytes < 0:
-        raise ValueError(f"graph_estimate_bytes must not be negative, got {graph_estimate_bytes}")
-    devices = {one.device for one in caches.values()}
-    if len(devices) > 1 or (ledger is not None and devices - {ledger.device}):
-        owner = f"the ledger is of {ledger.device!s}, " if ledger is not None else ""
-        raise ValueError(
-            f"{owner}the caches live on {', '.join(sorted(map(str, devices)))}: plan each device by itself"
-        )
+    _not_negative("spare_blocks", spare_blocks)
+    if graph_estimate_bytes is not None:
+        _not_negative("graph_estimate_bytes", graph_estimate_bytes)
     first = next(iter(caches.values()), None)
     if first is None:
         raise ValueError("a plan needs at least one cache")
-    reservation_bytes = 0
+    if len({id(one) for one in caches.values()}) < len(caches):
+        raise ValueError(f"the plan has one cache under several of the names {', '.join(caches)}: name each cache once")
+    require_one_device(list(caches.values()), ledger)
+    reservation_bytes, watched = 0, True
     if ledger is None:
         free_bytes, total_bytes = first.memory_info()
         if activation_bytes is None:
             activation_bytes = _peak_not_held(first.device)
     else:
-        first._store.require_usable()
+        for one in caches.values():
+            one._store.require_usable()
+            watched &= not ledger.watch(one)
         reading = ledger.read()
         free_bytes, total_bytes = reading.free_bytes, reading.total_bytes
         reservation_bytes = ledger.announced_bytes
@@ -541,7 +611,9 @@ def plan_blocks(
         raise
     if graph_estimate_bytes is None:
         graph_estimate_bytes = GRAPH_ESTIMATE_BYTES if first.device.type == "cuda" else 0
-    legacy = _legacy_guess(plan, costs, ledger, graph_estimate_bytes) if ledger is not None else None
+    legacy = None
+    if ledger is not None and watched and num_blocks is None and cache_bytes is None:
+        legacy = _legacy_guess(plan, costs, ledger, graph_estimate_bytes, max_blocks)
     return replace(plan, spare_blocks=spare_blocks, legacy=legacy, stages=tuple(ledger.stages) if ledger else ())
 
 
@@ -571,7 +643,7 @@ def _cost(name: str, cache: KVCache) -> CacheCost:
 
 
 def _legacy_guess(
-    plan: Plan, costs: Sequence[CacheCost], ledger: MemoryLedger, estimate_bytes: int
+    plan: Plan, costs: Sequence[CacheCost], ledger: MemoryLedger, estimate_bytes: int, max_blocks: int | None
 ) -> LegacyGuess | None:
     """One cache's size by today's method: the budget as it stood after the profile run, less the peak and a guess."""
     profile = ledger.find("profile run")
@@ -583,8 +655,17 @@ def _legacy_guess(
     used_bytes -= profile.reusable_bytes
     kept_bytes = profile.peak_beyond_bytes + plan.reservation_bytes + plan.headroom_bytes + estimate_bytes
     limit_bytes = int(plan.utilization * profile.total_bytes) - used_bytes - kept_bytes
-    num_blocks = largest_fit(cost.mapped_bytes_at, limit_bytes, cost.capacity)
-    return LegacyGuess(num_blocks, cost.mapped_bytes_at(num_blocks), estimate_bytes, ledger.graph_bytes)
+    most = cost.capacity if max_blocks is None else min(cost.capacity, max_blocks)
+    num_blocks = largest_fit(cost.mapped_bytes_at, limit_bytes, most)
+    mapped_bytes = cost.mapped_bytes_at(num_blocks)
+    return LegacyGuess(
+        num_blocks,
+        mapped_bytes,
+        estimate_bytes,
+        ledger.graph_bytes,
+        gained_blocks=plan.num_blocks - num_blocks,
+        gained_bytes=plan.mapped_bytes - mapped_bytes,
+    )
 
 
 def _peak_not_held(device: torch.device) -> int:

@@ -6,8 +6,10 @@
 import argparse
 import os
 import re
+import shlex
 import sys
 import time
+from pathlib import Path
 
 # Before torch is imported: idle OpenMP threads then sleep instead of spinning, which on two busy cores is 15x faster.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -21,6 +23,7 @@ from triton_kv.layout import expand_order
 from .display import Display
 from .engine import Engine, EngineOptions
 from .gguf_file import GGUFModel, ModelNotFoundError, find_model
+from .ledger_file import write_ledger
 from .model import Llama
 from .tokenizer import ChatTokenizer
 
@@ -60,6 +63,13 @@ def layout(text: str) -> str:
     return order
 
 
+def new_file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} must name a file in a folder that exists")
+    return path
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.engine", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -75,6 +85,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     parser.add_argument("--seed", type=int, default=0, help="of sampling and of --shuffle-blocks")
     parser.add_argument("--shuffle-blocks", action="store_true", help="hand out blocks in random order")
+    parser.add_argument("--ledger", type=new_file, metavar="FILE", help="write the start's ledger and plan as JSON")
     return parser.parse_args(arguments)
 
 
@@ -115,6 +126,9 @@ def serve(arguments: argparse.Namespace) -> None:
             weights = file.weights(dtype, str(device), display.progress(f"loading {path.name}"), rank, num_ranks)
             notes.append(f"{weights.num_bytes / (1 << 20):.0f} MiB of weights")
         engine.start(Llama(config, weights, group))
+        if arguments.ledger and rank == 0:
+            write_ledger(engine, arguments.ledger, shlex.join(["python", "-m", "examples.engine", *sys.argv[1:]]))
+            display.line(f"ledger and plan are in {arguments.ledger}")
         requests = []
         for prompt in arguments.prompt or PROMPTS:
             ids = tokenizer.encode_chat(prompt)

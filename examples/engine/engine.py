@@ -62,7 +62,7 @@ class Engine:
         self.runner = ModelRunner(model, context_tokens=config.context_tokens, **sizes)
         with ledger.stage("first block") as notes:
             self.cache = self._reserve(model, options.capacity)
-            self.cache.extend(1)
+            self.cache.extend(1, group=self._group)
             notes.append(f"{self.cache.capacity} blocks, {self.cache.reserved_bytes / 2**30:.2f} GiB of addresses")
         with ledger.stage("profile run") as notes:
             self.runner.profile(self.cache)
@@ -106,20 +106,20 @@ class Engine:
 
     def _make_plan(self) -> tkv.Plan:
         options = self.options
-        plan = tkv.plan_blocks(
+        return tkv.plan_blocks(
             self.cache,
             self.ledger,
             utilization=options.utilization,
             headroom_bytes=options.headroom_bytes,
             num_blocks=options.num_blocks,
             spare_blocks=1,  # block 0
+            group=self._group,
         )
-        return plan if self._group is None else plan.agree(self._group)
 
     def _longest(self, context_tokens: int) -> int:
         """The longest sequence to accept, read from the plan: what it says fits only now."""
         asked, fits = self.options.max_seq_tokens or context_tokens, self.plan.longest_sequence_tokens
-        if asked <= fits:
+        if fits is None or asked <= fits:
             return min(asked, context_tokens)
         text = f"sequences of {asked} tokens do not fit a cache of {self.plan.num_blocks} blocks ({fits} tokens)"
         if self.options.max_seq_tokens:

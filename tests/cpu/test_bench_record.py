@@ -9,7 +9,7 @@ import pytest
 from bench.__main__ import main
 from bench.case_result import put_ratio
 from bench.compare import compare
-from bench.plots import save_plots
+from bench.plots import draw_ledger, save_plots
 from bench.record import BadRecordError, problems_of, put_case, read_record, write_record
 from bench.report import html_report
 from bench.standing import BEGIN, END, standing, write_standing
@@ -228,6 +228,30 @@ def test_the_picture_of_a_suite_is_of_its_full_record(tmp_path, full_first):
     assert "extend" not in path.read_text().replace("extended", "")
     (path,) = save_plots([engine_record(True, ["reserve", "extend"])], tmp_path)
     assert "capture" not in path.read_text().replace("after capture", "")
+
+
+def test_the_picture_of_a_ledger(tmp_path):
+    """Stages as they were on the x axis, and every owner's bytes stacked up to the total."""
+    owners = ("outside_bytes", "torch_bytes", "other_bytes", "cache_bytes", "free_bytes")
+    stages = [
+        {"name": name, "seconds": 0.25, **{owner: gib << 30 for owner, gib in zip(owners, amounts, strict=True)}}
+        for name, amounts in {"weights": (1, 4, 0, 0, 5), "capture": (1, 5, 2, 0, 2), "extend": (1, 5, 2, 1, 1)}.items()
+    ]
+    case = {**decode_case(512, 100.0, 90.0), "id": "sizing/8b", "ours": {**times(100.0), "stages": stages}}
+    record = {**make_record([case]), "suite": "sizing"}
+    (path,) = save_plots([record], tmp_path)
+    assert path.name == "sizing-ledger.svg"
+    text = path.read_text()
+    for words in ("weights", "0.25 s", "capture", "extend", "GiB after the stage", "cache", "free", "Start-up of 8b"):
+        assert words in text
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    assert draw_ledger(axes, record)
+    tops = [max(bar.get_y() + bar.get_height() for bar in bars) for bars in zip(*axes.containers)]
+    assert tops == [10.0, 10.0, 10.0]
+    assert [bar.get_height() for bar in axes.containers[1]] == [4.0, 5.0, 5.0]
+    assert not draw_ledger(axes, make_record([decode_case(512, 100.0, 90.0)])), "no case has stages"
 
 
 def test_standing_is_put_between_the_markers(tmp_path, record):

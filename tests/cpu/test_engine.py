@@ -1,5 +1,6 @@
 """The example engine end to end on the CPU: what it generates, its stages, its command line."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,10 +10,13 @@ import pytest
 import torch
 
 import triton_kv as tkv
+from bench.provenance import source_id
+from bench.record import has_timings
 from examples.engine.__main__ import parse_bytes
 from examples.engine.display import Display
 from examples.engine.engine import Engine, EngineOptions
 from examples.engine.gguf_file import GGUFModel, ModelNotFoundError, find_model
+from examples.engine.ledger_file import write_ledger
 from examples.engine.model import Llama, LlamaConfig, LlamaWeights
 from examples.engine.tokenizer import ChatTokenizer
 
@@ -215,6 +219,22 @@ def test_a_length_that_was_demanded_is_an_error_where_it_does_not_fit(tiny, lega
     engine.close()
 
 
+def test_a_start_is_written_as_a_record(tiny, tmp_path):
+    engine = start(tiny)
+    path = tmp_path / "demo.json"
+    write_ledger(engine, path, "python -m examples.engine --ledger demo.json")
+    engine.close()
+    record = json.loads(path.read_text())
+    assert record["source_id"] == source_id()
+    assert record["env"]["command"] == "python -m examples.engine --ledger demo.json"
+    assert record["env"]["torch"]
+    names = [stage.name for stage in engine.ledger.stages]
+    assert [stage["name"] for stage in record["ledger"]["stages"]] == names
+    assert record["ledger"]["stages"] == record["plan"]["stages"]
+    assert tkv.Plan.from_json(json.dumps(record["plan"])) == engine.plan
+    assert not has_timings(path), "bench compares and draws timings"
+
+
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
     [("1GiB", 1 << 30), ("512MiB", 512 << 20), ("1.5g", 3 << 29), ("64kb", 65536), ("4096", 4096), ("16B", 16)],
@@ -265,6 +285,7 @@ def run_demo(*arguments, **environment):
         pytest.param(["--memory-budget", "lots"], "'lots' is no size; write 512MiB", id="budget"),
         pytest.param(["--max-new-tokens", "0"], "'0' is not a positive whole number", id="tokens"),
         pytest.param(["--device", "tpu"], "invalid choice: 'tpu'", id="device"),
+        pytest.param(["--ledger", "nowhere/x.json"], "must name a file in a folder that exists", id="ledger"),
     ],
 )
 def test_bad_arguments_are_explained(arguments, message):
@@ -318,14 +339,19 @@ def test_a_real_model_says_what_transformers_says(smollm):
 
 
 @pytest.mark.model
-def test_the_demo_shows_every_stage(smollm):
-    done = run_demo("--device", "cpu", "--max-new-tokens", "6", MODEL=str(smollm))
+def test_the_demo_shows_every_stage(smollm, tmp_path):
+    path = tmp_path / "demo.json"
+    done = run_demo("--device", "cpu", "--max-new-tokens", "6", "--ledger", str(path), MODEL=str(smollm))
     assert done.returncode == 0, done.stderr
     for words in ("loading", "of addresses", "first block", "extend", "from 1 to", "[4] ", "tokens/s"):
         assert words in done.stdout, f"{words!r} is not in\n{done.stdout}"
     end = done.stdout[done.stdout.index("tokens/s") :]
     for words in ("stage ", "weights", "profile run", "bound by", "kept free for"):
         assert words in end, f"the plan's table has no {words!r}:\n{end}"
+    record = json.loads(path.read_text())
+    stages = [stage["name"] for stage in record["ledger"]["stages"]]
+    assert stages == ["weights", "first block", "profile run", "compile kernels", "capture", "extend"]
+    assert record["plan"]["caches"][0]["num_blocks"] > 1
 
 
 @pytest.mark.model

@@ -51,6 +51,26 @@ def test_ranks_generate_what_one_process_generates(budgets):
         assert outcome.value == (expected, min(own), own)
 
 
+def _start_tiny(rank, budgets, headrooms):
+    weights = LlamaWeights.random(TINY, 3, torch.float32, "cpu").shard(TINY, rank, 2)
+    with torch.inference_mode():
+        serve(Llama(TINY.split(2), weights, dist.group.WORLD), [], budgets[rank], 1, headroom_bytes=headrooms[rank])
+
+
+SHORT = {  # budgets, headrooms, the reason that both get to see
+    "of a first block": ([1 << 20, 4096], [0, 0], "OutOfMemory: extend(1)"),
+    "of a plan": ([1 << 20, 1 << 20], [0, 1 << 20], "OutOfMemory: plan: not even one block fits"),
+}
+
+
+@pytest.mark.parametrize(("budgets", "headrooms", "reason"), SHORT.values(), ids=SHORT.keys())
+def test_a_rank_that_is_short_of_memory_is_named_on_all(budgets, headrooms, reason):
+    for outcome in run_ranks(_start_tiny, 2, budgets, headrooms):
+        assert outcome.error == "RankError", outcome
+        assert list(outcome.failures) == [1]
+        assert outcome.failures[1].startswith(reason), outcome.failures
+
+
 def test_heads_that_do_not_split():
     with pytest.raises(ValueError, match=r"\(8, 4, 96\) query heads, KV heads and MLP columns do not split over 3"):
         TINY.split(3)

@@ -142,6 +142,24 @@ def test_memory_given_back_before_a_capture_does_not_hide_what_graphs_take():
     assert_sound(ledger)
 
 
+def test_graphs_are_measured_from_the_beginning_of_the_capture():
+    """Neither what torch held before the first stage nor what it took between two stages is the graphs'."""
+    script = Script()
+    script.reserved = script.allocated = 500
+    first = tkv.MemoryLedger(reader=script)
+    with first.stage("capture"):
+        script.reserved += 40
+    assert first.graph_bytes == 40 * MIB
+    later = tkv.MemoryLedger(reader=script)
+    with later.stage("profile run"):
+        pass
+    script.reserved += 100
+    with later.stage("capture"):
+        script.reserved += 40
+        script.other += 24
+    assert later.graph_bytes == 64 * MIB
+
+
 def assert_sound(ledger):
     for stage in ledger.stages:
         amounts = stage.torch_bytes, stage.cache_bytes, stage.other_bytes, stage.outside_bytes, stage.free_bytes
@@ -360,6 +378,17 @@ def test_a_tensor_is_held_until_the_profile_run_ends():
         ledger.reserve("late", torch.empty(1))
 
 
+def test_a_tensor_is_still_held_when_a_profile_run_is_repeated():
+    ledger = tkv.MemoryLedger(reader=Script())
+    ledger.reserve("encoder cache", torch.empty(8, 1024))
+    holds = ledger._held
+    with pytest.raises(RuntimeError, match="too large"), ledger.stage("profile run"):
+        raise RuntimeError("too large")
+    with ledger.stage("profile run"):
+        assert "encoder cache" in holds
+    assert not holds
+
+
 BAD_RESERVATIONS = {
     "negative": (-1, ValueError, "must not be negative, got -1 bytes"),
     "a bool": (True, TypeError, "a tensor or a number of bytes"),
@@ -448,6 +477,17 @@ def test_a_device_that_is_lost_does_not_hide_the_error():
     with pytest.raises(RuntimeError, match="abandoned") as caught:
         abandon(ledger, lambda: setattr(script, "read", lost))
     assert "memory could not be read" in caught.value.__notes__[0]
+
+
+def test_a_cache_over_another_driver_of_the_cpu():
+    spec = tkv.AttentionSpec(num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    cache = tkv.KVCache.reserve(spec, block_size=16, num_layers=2, memory=tkv.FakeMemory(budget_bytes=MIB))
+    with pytest.raises(ValueError, match="different memory objects of the CPU"):
+        tkv.MemoryLedger("cpu").watch(cache)
+    with tkv.KVCache.reserve(spec, block_size=16, num_layers=2, capacity=4, device="cpu") as plain:
+        ledger = tkv.MemoryLedger("cpu")
+        assert ledger.watch(plain)
+        assert not ledger.watch(plain)
 
 
 def test_another_device():

@@ -21,9 +21,11 @@ WORLD = "world"
 MEMORIES = {"host": tkv.HostMemory, "fake": tkv.FakeMemory}
 
 
-def reserve(budget_bytes=512 * KIB, kind="fake", *, layout="LTBNHD", block_size=4, heads=2, layers=2, capacity=64):
+def reserve(
+    budget_bytes=512 * KIB, kind="fake", *, layout="LTBNHD", block_size=4, heads=2, layers=2, capacity=64, memory=None
+):
     """A block is `4 segments * 512 bytes`: 8 blocks a granule of each segment."""
-    memory = tkv.FaultyMemory(MEMORIES[kind](GRANULE, budget_bytes))
+    memory = memory or tkv.FaultyMemory(MEMORIES[kind](GRANULE, budget_bytes))
     spec = tkv.AttentionSpec(num_kv_heads=heads, head_dim=16, dtype=torch.float32)
     return tkv.KVCache.reserve(
         spec, block_size=block_size, num_layers=layers, layout=layout, memory=memory, capacity=capacity
@@ -71,8 +73,10 @@ def test_unequal_budgets_give_the_least(kind, world_size):
 
 
 def _agree_on_several(rank, capacities, ratio):
+    memory = tkv.FakeMemory(GRANULE, 512 * KIB)
     target, draft = (
-        reserve(block_size=size, capacity=capacity) for size, capacity in zip((4, 8), capacities[rank], strict=True)
+        reserve(block_size=size, capacity=capacity, memory=memory)
+        for size, capacity in zip((4, 8), capacities[rank], strict=True)
     )
     own = plan({"target": target, "draft": draft}, ratio=ratio)
     agreed = own.agree(dist.group.WORLD)
@@ -145,8 +149,57 @@ def test_a_rank_that_gives_no_plan_or_two():
     for outcome in run_ranks(_give, 4, [1, 0, 1, 2]):
         assert outcome.error == "RankError"
         assert set(outcome.failures) == {1, 3}
-        assert "rank 1: gave no plan" in outcome.text
+        assert "rank 1: gave no plan: where planning failed, pass its exception to agree" in outcome.text
         assert "rank 3: gave 2 plans" in outcome.text
+
+
+def _agree_by_name(rank, names, same_layout):
+    memory = tkv.FakeMemory(GRANULE, 512 * KIB)
+    own = plan({name: reserve(memory=memory) for name in names[rank]})
+    return [share.name for share in ranks.agree(own, dist.group.WORLD, same_layout=same_layout).caches]
+
+
+@pytest.mark.parametrize("same_layout", [True, False])
+@pytest.mark.parametrize("order", [("target", "draft"), ("draft", "target")], ids=["same", "swapped"])
+def test_caches_of_one_layout_meet_by_name(order, same_layout):
+    names = [("target", "draft"), order]
+    for rank, outcome in enumerate(run_ranks(_agree_by_name, 2, names, same_layout)):
+        if order == names[0]:
+            assert outcome.value == list(names[rank]), outcome
+        else:
+            assert outcome.error == "RankError", outcome
+            assert "or other names of caches" in outcome.failures[1]
+
+
+def _plan_together(rank, how):
+    cache, group = reserve(4 * GRANULE if rank == 1 else 512 * KIB), dist.group.WORLD
+    options = {"utilization": 1.0, "headroom_bytes": 1 if rank == 1 and how != "all well" else 0}
+    if how == "interrupted" and rank == 1:
+        cache.stats = _interrupted
+    try:
+        return tkv.plan_blocks(cache, group=group, **options).num_blocks
+    except tkv.RankError as error:
+        error.args = (f"{error} [caused by {type(error.__cause__).__name__}]",)
+        raise
+
+
+def test_a_plan_that_is_made_together():
+    assert [outcome.value for outcome in run_ranks(_plan_together, 3, "all well")] == [8, 8, 8]
+
+
+def test_a_rank_that_cannot_plan_gives_all_its_reason():
+    for rank, outcome in enumerate(run_ranks(_plan_together, 3, "too little")):
+        assert outcome.error == "RankError", outcome
+        assert set(outcome.failures) == {1}
+        assert "OutOfMemory: " in outcome.failures[1]
+        assert "not even one block fits" in outcome.failures[1]
+        assert f"[caused by {'OutOfMemory' if rank == 1 else 'NoneType'}]" in outcome.text
+
+
+def test_a_plan_that_is_interrupted_reaches_the_others():
+    first, second = run_ranks(_plan_together, 2, "interrupted")
+    assert second.error == "KeyboardInterrupt"
+    assert "KeyboardInterrupt" in first.failures[1]
 
 
 def _agree_twice_on_rank_1(rank):
@@ -445,6 +498,66 @@ def test_a_rank_that_is_killed(world_size, phase, error, state):
         assert "restart the group" in outcome.text
         assert ("the group is inconsistent" in outcome.text) == (phase == "voted")
         assert outcome.seconds < 8.0
+
+
+def _die_in_agree(rank, phase):
+    cache = reserve()
+    own = plan(cache)
+    dist.barrier()
+    if rank == 1 and phase == "before":
+        _die()
+    if rank == 1:
+        _die_behind_exchange()
+    agreed = own.agree(dist.group.WORLD)
+    extended(cache, agreed, dist.group.WORLD)
+
+
+def _die_behind_exchange(name="agree"):
+    real = ranks.exchange
+
+    def exchange_and_die(group, ballot):
+        ballots = real(group, ballot)
+        if ballot.operation == name:
+            time.sleep(0.2)  # what was sent must be out
+            _die()
+        return ballots
+
+    ranks.exchange = exchange_and_die
+
+
+@pytest.mark.parametrize("phase", ["before", "after"])
+def test_a_rank_that_dies_around_an_agreement(phase):
+    """After it the next change finds out."""
+    survivor, victim = run_ranks(_die_in_agree, 2, phase)
+    assert victim.exit_code == -signal.SIGKILL
+    assert survivor.error == "RankLost", survivor
+    assert ("[0 blocks" in survivor.text) == (phase == "after")
+    assert survivor.seconds < 8.0
+
+
+def _die_after_the_vote(rank, operation):
+    cache = reserve().extend(40)
+    if operation == "wake":
+        cache.sleep()
+    dist.barrier()
+    if rank == 1:
+        _die_behind_exchange(operation)
+    arguments = (8,) if operation == "shrink" else ()
+    try:
+        getattr(cache, operation)(*arguments, group=dist.group.WORLD)
+    except tkv.InconsistentRanks:
+        return cache.num_blocks, cache.asleep
+
+
+AFTER_THE_VOTE = {"shrink": (8, False), "sleep": (0, True), "wake": (40, False)}  # the survivor has changed
+
+
+@pytest.mark.parametrize(("operation", "state"), AFTER_THE_VOTE.items(), ids=AFTER_THE_VOTE)
+def test_a_rank_that_dies_after_the_vote_to(operation, state):
+    survivor, victim = run_ranks(_die_after_the_vote, 2, operation)
+    assert victim.exit_code == -signal.SIGKILL
+    assert survivor.value == state, survivor
+    assert survivor.seconds < 8.0
 
 
 def _die_asleep(rank):

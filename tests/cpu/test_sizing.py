@@ -4,6 +4,7 @@ import json
 import pickle
 import statistics
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -253,7 +254,20 @@ BAD_CACHES = {
     "a ratio too short": ({"ratio": [1]}, r"a positive number for each of the 2 caches, got \[1\]"),
     "a ratio of zero": ({"ratio": [1, 0]}, r"got \[1, 0\]"),
     "no block size": ({"costs": [TARGET, tkv.CacheCost(mapped, 5)]}, "a block_size each; or give a ratio"),
-    "both overrides": ({"num_blocks": 1, "cache_bytes": 1}, "both fix the size"),
+    "both overrides": ({"num_blocks": 1, "cache_bytes": 1}, "num_blocks=1 and cache_bytes=1 both say the size"),
+    "a fixed number and a cap": ({"num_blocks": 9, "max_blocks": 5}, "num_blocks=9 and max_blocks=5 both say the size"),
+    "bytes below a block of each": (
+        {"cache_bytes": MIB},
+        r"cache_bytes=1048576 gives target no block: .* target 1048576, draft 1048576; give more",
+    ),
+    "a capacity below equal tokens": (
+        {"costs": [cost("target", MIB, 48, capacity=2), cost("draft", MIB, 64)]},
+        "in multiples of 192, for blocks of target 48, draft 64 tokens: with capacity 2 target holds 96; allow more",
+    ),
+    "max_blocks below equal tokens": (
+        {"costs": [TARGET, cost("draft", MIB, 64)], "max_blocks": 3},
+        "in multiples of 64, for blocks of target 16, draft 64 tokens: with max_blocks 3 target holds 48",
+    ),
     "no blocks": ({"num_blocks": 0}, r"num_blocks must lie in 1..10000 \(the capacity\), got 0"),
     "blocks beyond the capacity": ({"num_blocks": 10_001}, "got 10001"),
     "negative bytes": ({"cache_bytes": -1}, "cache_bytes must not be negative"),
@@ -267,6 +281,24 @@ def test_bad_input_for_several_caches(changes, message):
     numbers = {"costs": [TARGET, DRAFT], "total_bytes": MIB, "free_bytes": MIB, **changes}
     with pytest.raises(ValueError, match=message):
         tkv.fit_caches(numbers.pop("costs"), **numbers)
+
+
+def test_bytes_below_one_block():
+    with pytest.raises(ValueError, match=r"cache_bytes=4096 gives cache no block: .*granules, in bytes cache 16777216"):
+        fit_one(cache_bytes=4096)
+
+
+NO_INTEGERS = [
+    {name: value}
+    for name in ("headroom_bytes", "activation_bytes", "max_blocks", "num_blocks", "cache_bytes", "free_bytes")
+    for value in (1.5, float("nan"), True)
+]
+
+
+@pytest.mark.parametrize("changes", NO_INTEGERS, ids=lambda changes: "{0[0]}={0[1]}".format(*changes.items()))
+def test_numbers_that_must_be_whole(changes):
+    with pytest.raises(TypeError, match=f"{next(iter(changes))} must be an integer"):
+        fit_one(**changes)
 
 
 # Over a ledger.
@@ -320,6 +352,75 @@ def test_the_plan_measures_what_graphs_took():
     assert (legacy.estimate_bytes, legacy.graph_bytes, legacy.over_bytes) == (32 * MIB, graph_bytes, 0)
     assert plan.mapped_bytes - legacy.mapped_bytes == 12 * MIB
     assert f"gains {plan.num_blocks - legacy.num_blocks} blocks" in str(plan)
+
+
+def test_a_plan_below_what_is_committed_frees_nothing():
+    """Extend gives nothing back, so what the cache holds beyond its share stays taken."""
+    memory, cache, ledger = start_up()
+    cache.extend(512)
+    plan = tkv.plan_blocks(cache, ledger, num_blocks=8)
+    assert plan.mapped_bytes < cache.mapped_bytes
+    cache.extend(plan)
+    assert plan.free_after_bytes == plan.free_bytes == memory.memory_info()[0]
+
+
+NO_COMPARISON = {"fixed blocks": {"num_blocks": 700}, "fixed bytes": {"cache_bytes": 8 * MIB}}
+
+
+@pytest.mark.parametrize("options", NO_COMPARISON.values(), ids=NO_COMPARISON.keys())
+def test_a_fixed_size_is_compared_with_nothing(options):
+    _, cache, ledger = start_up(20 * MIB)
+    plan = tkv.plan_blocks(cache, ledger, headroom_bytes=0, **options)
+    assert plan.legacy is None
+    assert "before capture" not in str(plan)
+
+
+def test_a_cap_holds_for_the_guess_too():
+    _, cache, ledger = start_up()
+    plan = tkv.plan_blocks(cache, ledger, headroom_bytes=0, max_blocks=100, graph_estimate_bytes=4 * MIB)
+    assert plan.num_blocks == plan.legacy.num_blocks == 100
+    assert "gains 0 blocks (0.000 GiB)" in str(plan)
+
+
+def test_a_guess_with_more_blocks_gained_nothing():
+    """Something that is no graph came after the profile run: the guess did not know it, and fitted it by luck."""
+    memory = tkv.FakeMemory(4096, budget_bytes=64 * MIB)
+    ledger = tkv.MemoryLedger(memory=memory)
+    cache = reserve(memory).extend(1)
+    ledger.watch(cache)
+    for stage, taken in (("profile run", 0), ("compile", 8 * MIB), ("capture", 0)):
+        with ledger.stage(stage):
+            memory.create(taken) if taken else None
+    plan = tkv.plan_blocks(cache, ledger, utilization=0.9, headroom_bytes=0)
+    assert plan.legacy.gained_bytes == -8 * MIB
+    assert f"{-plan.legacy.gained_blocks} more than fit after it" in str(plan)
+    assert "gains" not in str(plan)
+
+
+def test_what_ranks_agreed_on_does_not_change_the_gain():
+    _, cache, ledger = start_up(20 * MIB)
+    own = tkv.plan_blocks(cache, ledger, utilization=0.95, headroom_bytes=0, graph_estimate_bytes=32 * MIB)
+    agreed = replace(own, caches=(own.share.with_blocks(8),), bound_by="rank 1", rank_blocks=(own.num_blocks, 8))
+    gained = own.num_blocks - own.legacy.num_blocks
+    assert f"gains {gained} blocks (0.012 GiB) on this rank, before it agreed" in str(agreed)
+
+
+def test_a_plan_tells_the_ledger_of_its_cache():
+    """What it held is not another's, nor is what it takes afterwards."""
+    memory = tkv.FakeMemory(4096, budget_bytes=64 * MIB)
+    ledger = tkv.MemoryLedger(memory=memory)
+    with ledger.stage("first block"):
+        cache = reserve(memory).extend(512)
+    with ledger.stage("profile run"):
+        pass
+    with ledger.stage("capture"):
+        memory.create(4 * MIB)
+    plan = tkv.plan_blocks(cache, ledger, headroom_bytes=0)
+    assert plan.legacy is None, "its figures took the cache for the engine's"
+    with ledger.stage("extend"):
+        cache.extend(plan)
+    assert (ledger.stages[-1].cache_bytes, ledger.stages[-1].other_bytes) == (cache.mapped_bytes, 4 * MIB)
+    assert ledger.warnings == []
 
 
 def test_a_guess_too_low_is_named():
@@ -398,6 +499,9 @@ def test_the_table_and_json():
     assert loaded["caches"][0]["num_blocks"] == plan.num_blocks
     assert loaded["free_after_bytes"] == plan.free_after_bytes
     assert [stage["name"] for stage in loaded["stages"]] == ["weights", "first block", "profile run", "capture"]
+    assert (loaded["mapped_bytes"], loaded["legacy"]["over_bytes"]) == (plan.mapped_bytes, 20 * MIB)
+    assert loaded["caches"][0]["taken_bytes"] == plan.mapped_bytes - plan.share.held_bytes > 0
+    assert loaded["caches"][0]["longest_sequence_tokens"] == tokens
     for copy in (tkv.Plan.from_json(plan.to_json()), pickle.loads(pickle.dumps(plan))):
         assert copy == plan
         assert str(copy) == str(plan)
@@ -479,6 +583,18 @@ BAD_PLANS = {
         "ratio names b; the caches are a",
     ),
     "no cache": (lambda: tkv.plan_blocks({}), "at least one cache"),
+    "one cache twice": (
+        lambda: tkv.plan_blocks(dict.fromkeys(("target", "draft"), start_up().cache)),
+        "one cache under several of the names target, draft",
+    ),
+    "a ledger over another memory": (
+        lambda: tkv.plan_blocks(start_up().cache, start_up().ledger),
+        "the ledger and the cache use different memory objects of the CPU: pass the same `memory`",
+    ),
+    "caches over two memories": (
+        lambda: tkv.plan_blocks({"a": start_up().cache, "b": start_up().cache}),
+        "the caches use different memory objects of the CPU",
+    ),
 }
 
 
@@ -486,6 +602,21 @@ BAD_PLANS = {
 def test_bad_plans(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("name", ["spare_blocks", "graph_estimate_bytes", "headroom_bytes"])
+def test_plans_take_whole_numbers(name):
+    with pytest.raises(TypeError, match=f"{name} must be an integer, got 1.5"):
+        tkv.plan_blocks(start_up().cache, **{name: 1.5})
+
+
+def test_a_wrapped_memory_is_the_same_memory():
+    memory = tkv.FakeMemory(4096, budget_bytes=MIB)
+    ledger = tkv.MemoryLedger(memory=memory)
+    with ledger.stage("profile run"):
+        pass
+    cache = reserve(tkv.FaultyMemory(memory))
+    assert tkv.plan_blocks(cache, ledger, utilization=1.0, headroom_bytes=0).mapped_bytes == MIB
 
 
 def test_a_stage_left_open():
