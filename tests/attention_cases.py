@@ -54,6 +54,7 @@ class AttentionCase:
     alibi: bool = False
     tree: str = ""  # "branches": a random tree; "bits": any bits, of later tokens too, or none
     batch_invariant: bool = False
+    poison: float = float("nan")  # in every slot that nobody may read
 
     def __str__(self) -> str:
         return self.name
@@ -118,11 +119,17 @@ DECODE_CASES = (
     decode("group_71_f16", 80, 20, group=71, num_kv_heads=1, head_dim=16, v_head_dim=16, dtype=F16),
     decode("block_1", 40, 3, block_size=1),
     decode("block_2", 41, 3, block_size=2, num_kv_heads=1),
+    decode("block_4", 41, 3, block_size=4),
+    decode("block_8", 100, 24, 25, block_size=8),
     decode("block_12", 100, 24, 25, block_size=12),
+    decode("block_24", 100, 24, 25, block_size=24),
+    decode("block_32_f16", 100, 32, 33, block_size=32, dtype=F16),
     decode("block_48", 100, 48, 49, block_size=48),
     decode("block_64", 200, 64, 65, block_size=64),
     decode("block_256", 300, 7, block_size=256, num_kv_heads=1),
     decode("block_544", 600, 7, block_size=544, num_kv_heads=1),
+    decode("dim_64_f16", 70, 9, head_dim=64, v_head_dim=64, group=3, num_kv_heads=3, dtype=F16),
+    decode("dim_128", 40, 9, head_dim=128, v_head_dim=128, num_kv_heads=1, group=4),
     decode("dim_80", 70, 9, head_dim=80, v_head_dim=80),
     decode("dim_96_f16", 70, 9, head_dim=96, v_head_dim=96, dtype=F16),
     decode("dim_112", 70, 9, head_dim=112, v_head_dim=112, num_kv_heads=1),
@@ -148,6 +155,8 @@ DECODE_CASES = (
     decode("over_watermark_block_12", 70, 33, 12, block_size=12, bad_entries=((0, 1, OVER), (2, 0, OVER))),
     decode("over_watermark_block_64", 300, 33, block_size=64, bad_entries=((0, 1, OVER), (0, 4, OVER), (1, 0, OVER))),
     decode("pair_past_end", 70, 16, layout="pair", bad_entries=((0, 1, OVER), (1, 0, OVER))),
+    decode("infinite_poison", 70, 33, 17, 300, bad_entries=((0, 1, OVER), (1, 0, NEGATIVE)), poison=float("inf")),
+    decode("infinite_poison_pair", 70, 9, layout="pair", window=40, poison=float("-inf")),
     decode("table_rows", 70, 0, 33, 20, table_rows=True),
     decode("table_rows_bad", 70, 0, 33, table_rows=True, bad_entries=((2, 1, OVER),)),
     decode("many_chunks", 500, 100, 0, 64, num_kv_heads=1, num_sms=16, head_dim=16, v_head_dim=16),
@@ -226,6 +235,7 @@ VARLEN_CASES = (
     varlen("over_unasked", (0, 20), (5, 33), bad_entries=((0, 1, OVER),)),
     varlen("over_watermark_block_12", (9, 70), block_size=12, bad_entries=((0, 5, OVER),)),
     varlen("pair_past_end", (9, 70), layout="pair", bad_entries=((0, 1, OVER),)),
+    varlen("infinite_poison", (40, 70), (5, 33), (0, 20), bad_entries=((0, 1, OVER),), poison=float("inf")),
     varlen("table_rows", (9, 70), (0, 0), (5, 33), table_rows=True),
     varlen("many_seqs", *((i % 3, 5 + i * 7 % 40) for i in range(70)), num_kv_heads=1, head_dim=16, v_head_dim=16),
     # A few query tokens a sequence go to the decode kernels.
@@ -359,7 +369,7 @@ FORCED_CASES = tuple(case for case in VARLEN_CASES if case.decodes)
 
 @dataclass(frozen=True, eq=False)
 class AttentionTensors:
-    """A case's tensors. Every slot that nobody may read is NaN, every table entry that nobody may read is garbage."""
+    """A case's tensors. Slots that nobody may read hold its poison, table entries that nobody may read garbage."""
 
     case: AttentionCase
     q: torch.Tensor
@@ -510,12 +520,12 @@ def _poisoned_cache(
 ) -> tuple[torch.Tensor, torch.Tensor, LayerCache | tuple[torch.Tensor, torch.Tensor]]:
     if not case.layout.startswith("pair"):
         layer = layer_by_hand(case, device)  # type: ignore[arg-type]
-        layer.flat.fill_(torch.nan)
+        layer.flat.fill_(case.poison)
         return layer.k, layer.v, layer
     blocks, size, heads, dim = case.capacity, case.block_size, case.num_kv_heads, case.head_dim
 
     def poison(*shape: int) -> torch.Tensor:
-        return torch.full(shape, torch.nan, dtype=case.dtype, device=device)
+        return torch.full(shape, case.poison, dtype=case.dtype, device=device)
 
     if case.layout == "pair_interleaved":  # the block stride is twice a block
         both = poison(blocks, 2, size, heads, dim)

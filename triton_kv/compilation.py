@@ -13,6 +13,7 @@ from triton_kv.choices import DecodeChoice, choose_hopper, choose_prefill, hardw
 from triton_kv.decode import CHUNK_WORDS, Workspace, choice_of, decode_launches, decodes, prepare_launch
 from triton_kv.launch import Launch
 from triton_kv.layer import operands_of
+from triton_kv.merging import merge_launch
 from triton_kv.prefill import prefill_launches
 from triton_kv.prefill_hopper import prepare_work_launch, takes_list
 from triton_kv.rope import RopeCall, check_rotation, rope_launch
@@ -40,6 +41,7 @@ def compile_kernels(
     tree_mask: bool = False,
     batch_invariant: bool = False,
     plan: bool = False,
+    cascade: bool = False,
     layer: int | str | None = None,
     cos_sin_cache: torch.Tensor | None = None,
     q_norm: torch.Tensor | None = None,
@@ -54,9 +56,10 @@ def compile_kernels(
     keywords say what the calls will have: a table with `table_rows`, a plan (`AttentionPlan.prepare` is then compiled
     too), and `paged_attention`'s own. Layers that differ in them (alternating windows) need a call each, and so do
     steps with and without a `tree_mask`; `layer` is one of those that a call is for, by default the first that keeps K
-    and V. With a `cos_sin_cache`, `rope_and_write_kv` over that tensor and those weights is covered too, in place and
-    not, with int32 and int64 positions. Zeroing by `extend` and `zero_blocks`, and `copy_blocks`, are covered too. The
-    kernel behind `AttentionBuffers.fill` compiles at its first fill (or `dummy`). Launches nothing and does not
+    and V. With `cascade`, what a shared prefix asks for is covered beside it: attention without the causal mask, and
+    `merge_attention`. With a `cos_sin_cache`, `rope_and_write_kv` over that tensor and those weights is covered too, in
+    place and not, with int32 and int64 positions. Zeroing by `extend` and `zero_blocks`, and `copy_blocks`, are covered
+    too. The kernel behind `AttentionBuffers.fill` compiles at its first fill (or `dummy`). Launches nothing and does not
     synchronise. Returns how many launches were compiled; on a CPU there is nothing to do and it returns 0.
 
     Raises `ValueError` for a cache without K and V, sizes below 1 or heads that are no multiple of the KV heads, what
@@ -74,17 +77,22 @@ def compile_kernels(
         raise ValueError(
             f"num_query_heads {num_query_heads} must be a multiple of the cache's {operands.num_kv_heads} KV heads"
         )
+    if cascade and tree_mask:
+        raise ValueError("a tree_mask stands in place of the causal mask: compile the cascade in a call of its own")
     if cos_sin_cache is not None:
         check_rotation(cos_sin_cache, q_norm, k_norm, operands)
     elif q_norm is not None or k_norm is not None:
         raise ValueError("q_norm and k_norm belong to rope_and_write_kv: pass its cos_sin_cache too")
     if cache.device.type != "cuda":
         return 0
-    calls = _Calls(operands, num_query_heads, return_lse, table_rows, window or 0, softcap, sinks, alibi, tree_mask)
+    said = (return_lse, table_rows, window or 0, softcap, sinks, alibi, tree_mask)
+    masks = (True, False) if cascade else (True,)
+    calls = [_Calls(operands, num_query_heads, *said, causal) for causal in masks]
     with torch.cuda.device(cache.device):
         launches = [
-            *calls.decodes(max_seqs, max_tokens, batch_invariant, plan),
-            *calls.prefills(max_seqs, max_tokens, plan),
+            *(launch for each in calls for launch in each.decodes(max_seqs, max_tokens, batch_invariant, plan)),
+            *(launch for each in calls for launch in each.prefills(max_seqs, max_tokens, plan)),
+            *(calls[0].merges(max_tokens) if cascade else ()),
             *_writes(operands, num_query_heads, max_tokens),
             *_ropes(operands, num_query_heads, max_tokens, cos_sin_cache, q_norm, k_norm, is_neox),
             *cache.zero_launches(),
@@ -108,6 +116,7 @@ class _Calls:
     sinks: bool
     alibi: bool
     tree_mask: bool = False
+    causal: bool = True
 
     def decodes(self, max_seqs: int, max_tokens: int, batch_invariant: bool, plan: bool) -> list[Launch]:
         operands, hardware = self.operands, hardware_of(self.operands.device)
@@ -180,6 +189,10 @@ class _Calls:
                 launches[launch.kernel, constants, launch.num_warps, launch.num_stages] = launch
         return list(launches.values())
 
+    def merges(self, max_tokens: int) -> list[Launch]:
+        out, lse = self._tokens(max_tokens)[1], _meta(max_tokens, self.num_query_heads)
+        return [merge_launch(out, lse, out, lse, out, lse)]
+
     def _batch(self, num_seqs: int, queries: int, *, has_starts: bool) -> Batch:
         def words(*shape: int) -> torch.Tensor:
             return _meta(*shape, dtype=torch.int32)
@@ -204,7 +217,7 @@ class _Calls:
     def _scoring(self) -> Scoring:
         return Scoring(
             scale=self.operands.head_dim**-0.5,
-            causal=True,
+            causal=self.causal,
             window=self.window,
             softcap=self.softcap,
             sinks=_meta(self.num_query_heads, dtype=self.operands.dtype) if self.sinks else None,

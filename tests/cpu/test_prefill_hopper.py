@@ -383,3 +383,19 @@ def test_a_given_list_leaves_out_the_launch_that_makes_one():
     (launch,) = prefill_launches(q, operands, batch, q, None, scoring, hardware=H200, work=work)
     assert launch.kernel.__name__ == "hopper_kernel"
     assert launch.arguments["work_ptr"] is work
+
+
+def test_cascades_are_compiled_ahead(monkeypatch):
+    """Each launch of a causal call has one beside it without the mask; joins and lists of a plan do not ask."""
+    monkeypatch.setattr(compilation, "hardware_of", lambda device: H200)
+    heads = MODEL.num_kv_heads * MODEL.group
+    compiled = []
+    for causal in (True, False):
+        calls = compilation._Calls(shape_operands(MODEL), heads, True, False, 0, 0.0, False, False, False, causal)
+        launches = [*calls.decodes(70, 2048, False, False), *calls.prefills(70, 2048, False)]
+        masked = [launch for launch in launches if "IS_CAUSAL" in launch.arguments]
+        assert {launch.arguments["IS_CAUSAL"] for launch in masked} == {causal}
+        compiled.append({(launch.kernel.__name__, launch.num_warps) for launch in masked})
+    assert compiled[0] == compiled[1]
+    (merge,) = calls.merges(2048)
+    assert merge.kernel.__name__ == "merge_kernel"

@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from tests.write_cases import CASES, assert_written, layer_by_hand, make_tensors
+from triton_kv.attention import paged_attention, paged_attention_reference
 from triton_kv.cache import KVCache
 from triton_kv.errors import Closed, NothingCommitted
 from triton_kv.kernels.write import write_kernel
 from triton_kv.launch import interpreted
 from triton_kv.layer import operands_of
 from triton_kv.memory import HostMemory
+from triton_kv.metadata import AttentionMetadata
 from triton_kv.spec import AttentionSpec
 from triton_kv.writing import choose_write, write_kv, write_kv_reference, write_launch
 
@@ -79,14 +81,22 @@ def test_compiles_over_64_gib_of_addresses(layout):
             for layer in layers:
                 k = k + 1
                 write_kv(k, v * 2, layer, slots)
-            return k
+            return paged_attention(k * 1.0, layers[-1], metadata)
 
         k, v = (torch.randint(-9, 9, (5, 8, 128)).float() for _ in range(2))  # sums are exact in any order
+        table, lens = torch.zeros(5, 1, dtype=torch.int32), torch.arange(1, 6, dtype=torch.int32)
+        metadata = AttentionMetadata(
+            block_table=table, seq_lens=lens, slot_mapping=torch.arange(5), num_tokens=5, num_seqs=5, max_query_len=1
+        )
         step(k, v, torch.arange(5))
         cache.extend(300)
         last = torch.arange(299 * 16 + 3, 299 * 16 + 8)
+        table.fill_(299)
+        lens.copy_(torch.arange(4, 9))
+        layers[-1].k[299, :3], layers[-1].v[299, :3] = 1.0, 1.0
         with torch.compiler.set_stance("fail_on_recompile"):
-            step(k, v, last)
+            out = step(k, v, last)
+        torch.testing.assert_close(out, paged_attention_reference(k + 2, layers[-1], metadata))
         for layer in layers:
             for block, position in ((0, 0), (299, 3)):
                 written = slice(position, position + 5)

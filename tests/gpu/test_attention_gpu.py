@@ -383,6 +383,25 @@ def test_compile_kernels_leaves_nothing_to_compile(num_query_heads, head_dim, dt
         assert compiled == []
 
 
+def test_compile_kernels_leaves_nothing_of_a_cascade_to_compile():
+    spec = tkv.AttentionSpec(num_kv_heads=8, head_dim=128, dtype=BF16)
+    with tkv.KVCache.reserve(spec, num_layers=1, block_size=16, capacity=100, device="cuda") as cache:
+        cache.extend(1)
+        tkv.compile_kernels(cache, 32, max_seqs=64, max_tokens=300, return_lse=True, cascade=True)
+        buffers = [tkv.AttentionBuffers(300, 64, 4, "cuda") for _ in range(2)]
+        for each in buffers:
+            each.dummy(1, 1)
+        with count_compilations() as compiled:
+            for num_seqs in (1, 4, 64):
+                prefix = buffers[0].dummy(num_seqs, 1)
+                suffix = buffers[1].dummy(num_seqs, num_seqs)
+                q = torch.randn(num_seqs, 32, 128, device="cuda").to(BF16)
+                over_prefix = paged_attention(q, cache[0], prefix, causal=False, return_lse=True)
+                over_suffix = paged_attention(q, cache[0], suffix, return_lse=True)
+                tkv.merge_attention(*over_prefix, *over_suffix)
+        assert compiled == []
+
+
 def test_compile_kernels_leaves_nothing_of_a_tree_mask_to_compile():
     spec = tkv.AttentionSpec(num_kv_heads=8, head_dim=64, dtype=BF16)
     with tkv.KVCache.reserve(spec, num_layers=1, block_size=16, capacity=100, device="cuda") as cache:

@@ -12,7 +12,7 @@ from triton_kv.batch import Batch
 from triton_kv.layer import LayerCache
 from triton_kv.merging import merge_attention
 from triton_kv.plan import AttentionPlan
-from triton_kv.prefill_hopper import goes_to_decode
+from triton_kv.prefill_hopper import goes_to_decode, use_prefill_kernel
 
 MODEL = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "v_head_dim": 128, "dtype": BF16}
 NAMES = ("skew", "empty_rows", "over_watermark", "table_rows_bad", "window_over_watermark", "everything", "invariant")
@@ -122,6 +122,28 @@ def test_batch_invariant_bits_depend_on_the_row_alone():
         out, lse = paged_attention(batch.q, batch.layer, batch.metadata, batch_invariant=True, return_lse=True)
         assert torch.equal(out[0], expected[0][0])
         assert torch.equal(lse[0], expected[1][0])
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize(("num_queries", "kernel"), [(4, None), (200, "hopper"), (200, "portable")])
+def test_batch_invariant_bits_of_several_query_tokens(num_queries, kernel, block_size):
+    """The first sequence alone, and in front of and among others, all under one max_query_len."""
+    fields = {**MODEL, "block_size": block_size}
+    first = (num_queries, 1000)
+    expected = None
+    for others in ((), ((num_queries, 300),), *[((1, 70), (3, 9), (0, 0), (num_queries - 1, 2000))] * 2):
+        batch = make_tensors(varlen("batch", first, *others, **fields), "cuda", seed=len(others))
+        metadata = replace(batch.metadata, max_query_len=num_queries)
+        entries = metadata.block_table[0, : -(-first[1] // block_size)].long()
+        generator = torch.Generator("cuda").manual_seed(7)
+        for view in (batch.layer.k, batch.layer.v):
+            view[entries] = torch.randn(view[entries].shape, generator=generator, device="cuda").to(BF16)
+        batch.q[:num_queries] = torch.randn(batch.q[:num_queries].shape, generator=generator, device="cuda").to(BF16)
+        with use_prefill_kernel(kernel):
+            out, lse = paged_attention(batch.q, batch.layer, metadata, batch_invariant=True, return_lse=True)
+        found = out[:num_queries], lse[:num_queries]
+        expected = found if expected is None else expected
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=["f32", "f16", "bf16"])
