@@ -59,8 +59,8 @@ def compile_kernels(
     and V. With `cascade`, what a shared prefix asks for is covered beside it: attention without the causal mask, and
     `merge_attention`. With a `cos_sin_cache`, `rope_and_write_kv` over that tensor and those weights is covered too, in
     place and not, with int32 and int64 positions. Zeroing by `extend` and `zero_blocks`, and `copy_blocks`, are covered
-    too. The kernel behind `AttentionBuffers.fill` compiles at its first fill (or `dummy`). Launches nothing and does not
-    synchronise. Returns how many launches were compiled; on a CPU there is nothing to do and it returns 0.
+    too. The kernel behind `AttentionBuffers.fill` compiles at its first fill (or `dummy`). Launches nothing
+    and does not synchronise. Returns how many launches were compiled; on a CPU there is nothing to do and it returns 0.
 
     Raises `ValueError` for a cache without K and V, sizes below 1 or heads that are no multiple of the KV heads, what
     `rope_and_write_kv` raises for such a `cos_sin_cache` and weights, and what an op raises on a cache that is closed
