@@ -34,11 +34,12 @@ DTYPES = {"f32": F32, "f16": F16, "bf16": BF16}
 
 def in_dtypes(cases, dtypes):
     """Every case in bf16, and in turn one more dtype: what differs is the width of an element."""
-    for number, case in enumerate(cases):
-        for turn, name in enumerate(dtypes):
-            if name == "bf16" or number % len(dtypes) == turn:
-                kind = "decode" if case.queries is None else "varlen"
-                yield pytest.param(case, DTYPES[name], id=f"{kind}-{case}-{name}")
+    return [
+        pytest.param(case, DTYPES[name], id=f"{'decode' if case.queries is None else 'varlen'}-{case}-{name}")
+        for number, case in enumerate(cases)
+        for turn, name in enumerate(dtypes)
+        if name == "bf16" or number % len(dtypes) == turn
+    ]
 
 
 MODEL = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "v_head_dim": 128, "dtype": BF16}
