@@ -185,6 +185,7 @@ class Page(HTMLParser):
 
 
 def test_report_is_one_page_with_losses_marked(record):
+    pytest.importorskip("matplotlib")
     record["cases"].append(decode_case(8192, 1.0, 1.0, ok=False))
     text = html_report([record])
     page = Page()
@@ -202,6 +203,7 @@ def test_report_is_one_page_with_losses_marked(record):
 
 @pytest.mark.parametrize("kind", ["svg", "png"])
 def test_plots(tmp_path, record, kind):
+    pytest.importorskip("matplotlib")
     paths = save_plots([record], tmp_path, kind)
     assert {path.name for path in paths} == {f"decode-context.{kind}", f"decode.{kind}"}
     assert all(path.stat().st_size > 5000 for path in paths)
@@ -221,6 +223,7 @@ def engine_record(quick, stages, ok=True):
 
 @pytest.mark.parametrize("full_first", [pytest.param(True, id="full-first"), pytest.param(False, id="quick-first")])
 def test_the_picture_of_a_suite_is_of_its_full_record(tmp_path, full_first):
+    pytest.importorskip("matplotlib")
     records = [engine_record(False, ["reserve", "capture"]), engine_record(True, ["reserve", "extend"])]
     (path,) = save_plots(records if full_first else records[::-1], tmp_path)
     assert path.name == "engine-startup.svg"
@@ -232,6 +235,7 @@ def test_the_picture_of_a_suite_is_of_its_full_record(tmp_path, full_first):
 
 def test_the_picture_of_a_ledger(tmp_path):
     """Stages as they were on the x axis, and every owner's bytes stacked up to the total."""
+    pytest.importorskip("matplotlib")
     owners = ("outside_bytes", "torch_bytes", "other_bytes", "cache_bytes", "free_bytes")
     stages = [
         {"name": name, "seconds": 0.25, **{owner: gib << 30 for owner, gib in zip(owners, amounts, strict=True)}}
@@ -286,6 +290,7 @@ def ratio_case(ours, goal):
     ],
 )
 def test_a_ratio_is_shown_with_its_goal(tmp_path, ours, goal, cells, text):
+    pytest.importorskip("matplotlib")
     record = make_record([ratio_case(ours, goal), decode_case(1024, 90.0, 99.0)])
     assert is_loss(record["cases"][0]) is (goal is not None and ours > 100 * goal)
     shown = standing([record])
