@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from bench.write_inputs import WriteInputs
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from bench.goals import Goals
     from bench.session import Session
 
 
@@ -38,6 +39,7 @@ class HostCase:
     seq_len: int = 64
     quick: bool = True
     planned: bool = False  # attention: with an `AttentionPlan` prepared before, so that a call allocates nothing
+    goals: Goals = field(default_factory=dict, hash=False)  # what it should reach
 
     def batch(self, smoke: bool) -> AttentionCase:
         """A small batch: the device is done before the host is."""
@@ -164,16 +166,16 @@ SUITE = Suite(
     name="host",
     about="CPU time of each eager call",
     cases=(
-        HostCase("host/attention-decode", "attention"),
+        HostCase("host/attention-decode", "attention", goals={"us": 35.0}),
         HostCase("host/attention-decode-planned", "attention", planned=True, quick=False),
         HostCase("host/attention-prefill", "attention", num_seqs=2, query_len=32),
         HostCase("host/write_kv", "write"),
         HostCase("host/fill-B64-L8k", "fill", num_seqs=64, seq_len=8192),
-        HostCase("host/fill-B256-L1k", "fill", num_seqs=256, seq_len=1024, quick=False),
+        HostCase("host/fill-B256-L1k", "fill", num_seqs=256, seq_len=1024, quick=False, goals={"us": 60.0}),
         HostCase("host/extend-nothing", "extend"),
     ),
     smoke_cases=(
-        HostCase("host/attention-decode", "attention", num_seqs=2, seq_len=20),
+        HostCase("host/attention-decode", "attention", num_seqs=2, seq_len=20, goals={"us": 35.0}),
         HostCase("host/attention-decode-planned", "attention", num_seqs=2, seq_len=20, planned=True),
         HostCase("host/write_kv", "write", num_seqs=2, seq_len=20),
         HostCase("host/fill-B2-L20", "fill", num_seqs=2, seq_len=20),
