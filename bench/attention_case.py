@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from bench.goals import Goals
 
 LAYOUTS = {"nhd": "LTBNHD", "hnd": "LTBHND", "interleaved": "LBNHTD"}  # K and V apart twice; K beside V in each row
 
@@ -29,6 +33,7 @@ class AttentionCase:
     ways: tuple[str, ...] = ()  # other ways to call ours, which stand aside: "planned", "portable", "apart", "apart"
     window: int | None = None  # a query sees so many keys at most
     shared_tokens: int = 0  # the first ones of all sequences, in the same blocks
+    goals: Goals = field(default_factory=dict, hash=False)  # what it should reach
 
     def __post_init__(self) -> None:
         if len(self.query_lens) != len(self.seq_lens):

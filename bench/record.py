@@ -102,6 +102,7 @@ def _case_problems(case: dict[str, Any], suite: str) -> list[str]:
     for name in ("bytes", "flops", "floor_us"):
         if not _is_number_or_none(case.get(name, "")):
             problems.append(f"{name} is missing")
+    problems += _goals_problems(case.get("goals", {}))
     if not case.get("ok"):
         if not case.get("error"):
             problems.append("failed without an error text")
@@ -124,6 +125,14 @@ def _times_problems(name: str, times: Any) -> list[str]:
     if not 0 <= times["p20_us"] <= times["median_us"] <= times["p80_us"]:
         return [f"{name}: p20, median and p80 are out of order"]
     return []
+
+
+def _goals_problems(goals: Any) -> list[str]:
+    if not isinstance(goals, dict):
+        return ["goals is not an object"]
+    return [
+        f"goals.{name} is not a number" for name, goal in goals.items() if goal is None or not _is_number_or_none(goal)
+    ]
 
 
 def _is_number_or_none(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from bench.goals import outcomes
 from bench.plots import PICTURES, inline_svgs
 from bench.table import duration, failures_of, is_loss
 
@@ -35,7 +36,9 @@ def html_report(records: Sequence[dict[str, Any]]) -> str:
         f"<style>{STYLE}</style></head><body>\n<h1>triton_kv bench</h1>\n"
         "<p>Time in microseconds, median (20th to 80th percentile). Beside each peer its time over ours: above 1 ours "
         "is faster. The floor is what the run's own rooflines allow. <span class='loss'>Losses</span> are cases where "
-        "a peer was faster by more than the noise, or ours was wrong.</p>\n" + "\n".join(body) + "\n</body></html>\n"
+        "a peer was faster by more than the noise, or ours was wrong. Goals stand beside what was measured.</p>\n"
+        + "\n".join(body)
+        + "\n</body></html>\n"
     )
 
 
@@ -44,7 +47,9 @@ def _section(record: dict[str, Any]) -> str:
     losses = [case["id"] for case in record["cases"] if is_loss(case) or not case["ok"]]
     uncompared = [case["id"] for case in record["cases"] if case["ok"] and not case.get("compared")]
     parts = [f"<h2>{escape(record['suite'])}</h2>", _environment(record)]
-    parts.append(f"<p>{len(record['cases'])} cases, {len(losses)} losses, {len(uncompared)} not compared.</p>")
+    goals = [outcome for case in record["cases"] for outcome in outcomes(case)]
+    reached = f", {sum(goal.reached for goal in goals)} of {len(goals)} goals reached" if goals else ""
+    parts.append(f"<p>{len(record['cases'])} cases, {len(losses)} losses, {len(uncompared)} not compared{reached}.</p>")
     if losses:
         parts.append(f"<p class='loss'>Losses: {escape(', '.join(losses))}</p>")
     parts.append(f"<div class='pictures'>{''.join(pictures.values())}</div>" if pictures else "")
@@ -69,6 +74,8 @@ def _environment(record: dict[str, Any]) -> str:
 def _table(record: dict[str, Any]) -> str:
     peers = list(dict.fromkeys(name for case in record["cases"] for name in case["peers"]))
     header = ["case", "ours", "of floor", *(escape(name) for name in peers), "noise", "GB/s", "TFLOP/s", "host µs"]
+    with_goals = any(case.get("goals") for case in record["cases"])
+    header += ["goals"] * with_goals
     rows = ["<tr>" + "".join(f"<th>{cell}</th>" for cell in header) + "</tr>"]
     for case in record["cases"]:
         ours = case["ours"]
@@ -83,6 +90,7 @@ def _table(record: dict[str, Any]) -> str:
             noise = ours.get("noise")
             cells.append(f"<td>{f'{noise:.1%}' if noise is not None else '-'}</td>")
             cells += [f"<td>{ours.get(name, '-')}</td>" for name in ("gbps", "tflops", "host_us")]
+            cells += [_goals_cell(case)] * with_goals
         rows.append("<tr>" + "".join(cells) + "</tr>")
     return "<table>" + "\n".join(rows) + "</table>"
 
@@ -92,6 +100,11 @@ def _ratio(case: dict[str, Any]) -> str:
         return ""
     goal = f", goal {case['goal']:.2f}" if case["goal"] is not None else ""
     return f" <span class='small'>({case['ratio']:.3f} of {escape(case['against'])}{goal})</span>"
+
+
+def _goals_cell(case: dict[str, Any]) -> str:
+    kinds = [("win" if each.reached else "loss" if each.missed else "small", each.text) for each in outcomes(case)]
+    return "<td>" + ("; ".join(f"<span class='{kind}'>{escape(text)}</span>" for kind, text in kinds) or "-") + "</td>"
 
 
 def _times(result: dict[str, Any]) -> str:

@@ -159,6 +159,13 @@ def _prepare(
 
 
 def _one(session: Session, suite: Suite, case: Any) -> dict[str, Any]:
+    result = _measured(session, suite, case)
+    if goals := getattr(case, "goals", None):
+        result["goals"] = dict(goals)
+    return result
+
+
+def _measured(session: Session, suite: Suite, case: Any) -> dict[str, Any]:
     reason = session.bans.get(f"{case.id} {OURS}")
     if reason:
         return failed_case(case.id, reason)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bench.case_result import best_peer
+from bench.goals import goals_cell, outcomes
 from bench.table import duration, is_loss, ratio_row_of, row_of
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def write_standing(records: Sequence[dict[str, Any]], path: Path) -> None:
 def standing(records: Iterable[dict[str, Any]]) -> str:
     """A section a suite: where it ran, then ours, the best peer and the share of the floor. Losses are in bold.
 
+    Where cases have goals, the last column says "reached", or what was measured instead: in bold what missed its goal.
     Cases that compare ours with ours have a table with the ratio and its goal; other ways to call ours have one too.
     """
     sections = []
@@ -46,7 +48,11 @@ def standing(records: Iterable[dict[str, Any]]) -> str:
         ]
         for ratios, header in ((False, HEADER), (True, RATIO_HEADER)):
             cases = [case for case in record["cases"] if ("ratio" in case) is ratios]
-            lines += _table(header, "|---|---:|---|---:|---:|---:|---:|", [_cells(case) for case in cases])
+            names, rule, rows = [*header], "|---|---:|---|---:|---:|---:|---:|", [_cells(case) for case in cases]
+            if any(case.get("goals") for case in cases):
+                names, rule = [*names, "goals"], f"{rule}---|"
+                rows = [[*row, _goals(case)] for row, case in zip(rows, cases)]
+            lines += _table(names, rule, rows)
         lines += _table(WAYS_HEADER, "|---|---:|---:|---:|---|---:|", _ways(record))
         lines += ["", f"Made by `{str(env.get('command')).partition(' --out')[0]}`."]
         sections.append("\n".join(lines))
@@ -64,6 +70,11 @@ def _cells(case: dict[str, Any]) -> list[str]:
     if is_loss(case):
         cells[4] = f"**{cells[4]}**"
     return cells
+
+
+def _goals(case: dict[str, Any]) -> str:
+    cell = goals_cell(case)
+    return f"**{cell}**" if any(outcome.missed for outcome in outcomes(case)) else cell
 
 
 def _ways(record: dict[str, Any]) -> list[Sequence[str]]:

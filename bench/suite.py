@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 class Case(Protocol):
-    """A suite's case: frozen data with an id that starts with the suite's name and a slash."""
+    """A suite's case: frozen data with an id that starts with the suite's name and a slash.
+
+    `goals` (bench/goals.py), where a case has them, go into its record as they are.
+    """
 
     @property
     def id(self) -> str: ...

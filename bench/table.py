@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bench.case_result import best_peer
+from bench.goals import goals_cell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +68,8 @@ def text_table(rows: Sequence[Sequence[str]], header: Sequence[str] = HEADER) ->
     lines = []
     for row in rows:
         cells = [
-            cell.ljust(width) if i in (0, 2) else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))
+            cell.ljust(width) if i in (0, 2, 7) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths))
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
@@ -85,7 +87,10 @@ def record_table(record: dict[str, Any]) -> str:
     for ratios, header in ((False, HEADER), (True, RATIO_HEADER)):
         cases = [case for case in record["cases"] if ("ratio" in case) is ratios]
         if cases:
-            lines.append(text_table([(ratio_row_of if ratios else row_of)(case) for case in cases], header))
+            names, rows = [*header], [(ratio_row_of if ratios else row_of)(case) for case in cases]
+            if any(case.get("goals") for case in cases):
+                names, rows = [*names, "goals"], [(*row, goals_cell(case)) for row, case in zip(rows, cases)]
+            lines.append(text_table(rows, names))
     return "\n".join(lines + [f"  {text}" for text in failures_of(record)])
 
 

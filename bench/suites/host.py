@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import triton_kv as tkv
 from bench.attention_case import AttentionCase
 from bench.attention_inputs import AttentionInputs
 from bench.attention_suite import ours as attention_of_ours
+from bench.attention_suite import ours_planned as planned_attention_of_ours
 from bench.candidate import OURS, Candidate
 from bench.case_result import case_result
 from bench.measure import describe, require_device
@@ -23,6 +24,7 @@ from bench.write_inputs import WriteInputs
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from bench.goals import Goals
     from bench.session import Session
 
 
@@ -36,6 +38,8 @@ class HostCase:
     query_len: int = 1
     seq_len: int = 64
     quick: bool = True
+    planned: bool = False  # attention: with an `AttentionPlan` prepared before, so that a call allocates nothing
+    goals: Goals = field(default_factory=dict, hash=False)  # what it should reach
 
     def batch(self, smoke: bool) -> AttentionCase:
         """A small batch: the device is done before the host is."""
@@ -58,7 +62,12 @@ def run(session: Session, case: HostCase) -> dict[str, Any]:
         bytes_moved=0,
         flops=0,
         floor=None,
-        parameters={"num_seqs": case.num_seqs, "query_len": case.query_len, "seq_len": case.seq_len},
+        parameters={
+            "num_seqs": case.num_seqs,
+            "query_len": case.query_len,
+            "seq_len": case.seq_len,
+            "planned": case.planned,
+        },
     )
 
 
@@ -66,7 +75,7 @@ def _attention(session: Session, case: HostCase) -> dict[str, dict[str, Any]]:
     with AttentionInputs(session, case.batch(session.smoke)) as inputs:
         families = ("fa3", "flashinfer", "vllm")
         candidates = [
-            attention_of_ours(inputs),
+            replace(planned_attention_of_ours(inputs), name=OURS) if case.planned else attention_of_ours(inputs),
             *peer_candidates(session, families, lambda module: module.attention(inputs)),
         ]
         return _timed(session, case, candidates)
@@ -157,15 +166,17 @@ SUITE = Suite(
     name="host",
     about="CPU time of each eager call",
     cases=(
-        HostCase("host/attention-decode", "attention"),
+        HostCase("host/attention-decode", "attention", goals={"us": 35.0}),
+        HostCase("host/attention-decode-planned", "attention", planned=True, quick=False),
         HostCase("host/attention-prefill", "attention", num_seqs=2, query_len=32),
         HostCase("host/write_kv", "write"),
         HostCase("host/fill-B64-L8k", "fill", num_seqs=64, seq_len=8192),
-        HostCase("host/fill-B256-L1k", "fill", num_seqs=256, seq_len=1024, quick=False),
+        HostCase("host/fill-B256-L1k", "fill", num_seqs=256, seq_len=1024, quick=False, goals={"us": 60.0}),
         HostCase("host/extend-nothing", "extend"),
     ),
     smoke_cases=(
-        HostCase("host/attention-decode", "attention", num_seqs=2, seq_len=20),
+        HostCase("host/attention-decode", "attention", num_seqs=2, seq_len=20, goals={"us": 35.0}),
+        HostCase("host/attention-decode-planned", "attention", num_seqs=2, seq_len=20, planned=True),
         HostCase("host/write_kv", "write", num_seqs=2, seq_len=20),
         HostCase("host/fill-B2-L20", "fill", num_seqs=2, seq_len=20),
         HostCase("host/extend-nothing", "extend", num_seqs=2, seq_len=20),

@@ -9,6 +9,7 @@ import pytest
 from bench.__main__ import main
 from bench.case_result import put_ratio
 from bench.compare import compare
+from bench.goals import goals_cell
 from bench.plots import draw_ledger, save_plots
 from bench.record import BadRecordError, problems_of, put_case, read_record, write_record
 from bench.report import html_report
@@ -99,6 +100,7 @@ def setting(value, *path):
         pytest.param(setting(False, "cases", 0, "ok"), "failed without an error", id="failed-without-text"),
         pytest.param(without("cases", 0, "peers", "flashinfer", "error"), "peer flashinfer failed", id="peer-failed"),
         pytest.param(without("cases", 0, "floor_us"), "floor_us", id="floor"),
+        pytest.param(setting({"best": "0.99"}, "cases", 0, "goals"), "goals.best is not a number", id="goal"),
     ],
 )
 def test_schema(record, change, text):
@@ -185,6 +187,7 @@ class Page(HTMLParser):
 
 
 def test_report_is_one_page_with_losses_marked(record):
+    pytest.importorskip("matplotlib")
     record["cases"].append(decode_case(8192, 1.0, 1.0, ok=False))
     text = html_report([record])
     page = Page()
@@ -202,6 +205,7 @@ def test_report_is_one_page_with_losses_marked(record):
 
 @pytest.mark.parametrize("kind", ["svg", "png"])
 def test_plots(tmp_path, record, kind):
+    pytest.importorskip("matplotlib")
     paths = save_plots([record], tmp_path, kind)
     assert {path.name for path in paths} == {f"decode-context.{kind}", f"decode.{kind}"}
     assert all(path.stat().st_size > 5000 for path in paths)
@@ -221,6 +225,7 @@ def engine_record(quick, stages, ok=True):
 
 @pytest.mark.parametrize("full_first", [pytest.param(True, id="full-first"), pytest.param(False, id="quick-first")])
 def test_the_picture_of_a_suite_is_of_its_full_record(tmp_path, full_first):
+    pytest.importorskip("matplotlib")
     records = [engine_record(False, ["reserve", "capture"]), engine_record(True, ["reserve", "extend"])]
     (path,) = save_plots(records if full_first else records[::-1], tmp_path)
     assert path.name == "engine-startup.svg"
@@ -232,6 +237,7 @@ def test_the_picture_of_a_suite_is_of_its_full_record(tmp_path, full_first):
 
 def test_the_picture_of_a_ledger(tmp_path):
     """Stages as they were on the x axis, and every owner's bytes stacked up to the total."""
+    pytest.importorskip("matplotlib")
     owners = ("outside_bytes", "torch_bytes", "other_bytes", "cache_bytes", "free_bytes")
     stages = [
         {"name": name, "seconds": 0.25, **{owner: gib << 30 for owner, gib in zip(owners, amounts, strict=True)}}
@@ -286,6 +292,7 @@ def ratio_case(ours, goal):
     ],
 )
 def test_a_ratio_is_shown_with_its_goal(tmp_path, ours, goal, cells, text):
+    pytest.importorskip("matplotlib")
     record = make_record([ratio_case(ours, goal), decode_case(1024, 90.0, 99.0)])
     assert is_loss(record["cases"][0]) is (goal is not None and ours > 100 * goal)
     shown = standing([record])
@@ -296,6 +303,50 @@ def test_a_ratio_is_shown_with_its_goal(tmp_path, ours, goal, cells, text):
     table = record_table(record)
     assert table.index("speed-up") < table.index("ours / its")
     assert problems_of(record) == []
+
+
+@pytest.mark.parametrize(
+    ("goals", "cell"),
+    [
+        pytest.param({"best": 0.99}, "reached", id="best-reached"),
+        pytest.param({"fa3": 0.9, "floor_share": 0.9, "us": 90.0}, "reached", id="just-reached"),
+        pytest.param({"best": 0.89, "fa3": 0.9}, "**best 0.9000 > 0.89**", id="best-missed"),
+        pytest.param({"floor_share": 0.975, "best": 0.99}, "**floor 90.00% < 97.5%**", id="floor-missed"),
+        pytest.param({"us": 35, "fa3": 0.7}, "**90.00 > 35 µs; fa3 0.9000 > 0.7**", id="two-missed"),
+        pytest.param({"flashinfer": 0.9, "best": 0.99}, "flashinfer not measured", id="peer-failed"),
+    ],
+)
+def test_goals_stand_beside_what_was_measured(goals, cell):
+    case = {**decode_case(1024, 90.0, 100.0), "goals": goals}
+    record = make_record([decode_case(512, 50.0, 60.0), case])
+    assert problems_of(record) == []
+    shown = standing([record])
+    assert "| noise | goals |\n|---|---:|---|---:|---:|---:|---:|---|\n" in shown
+    assert f"| decode/B16-L1024 | 90.00 | fa3 | 100.0 | 1.111 | 90.0% | 0.4% | {cell} |\n" in shown
+    assert "| decode/B16-L512 | 50.00 | fa3 | 60.00 | 1.200 | 90.0% | 0.4% | - |\n" in shown
+    assert cell.strip("*") in record_table(record)
+    assert "goals" not in standing([make_record([decode_case(512, 50.0, 60.0)])])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"compared": False}, id="a-required-peer-is-missing"),
+        pytest.param({"ok": False, "error": "wrong", "ours": {"ok": False, "error": "wrong"}}, id="ours-failed"),
+    ],
+)
+def test_no_goal_is_reached_by_what_was_not_compared(change):
+    case = {**decode_case(1024, 90.0, 100.0), "goals": {"best": 0.99}, **change}
+    assert goals_cell(case) == "best not measured"
+
+
+def test_report_shows_every_goal_and_counts_them(record):
+    pytest.importorskip("matplotlib")
+    record["cases"][0]["goals"] = {"best": 0.99, "floor_share": 0.93}
+    text = html_report([record])
+    assert "1 of 2 goals reached" in text
+    assert "<span class='win'>best 0.9000 ≤ 0.99</span>; <span class='loss'>floor 90.00% &lt; 93%</span>" in text
+    assert "goals reached" not in html_report([make_record([decode_case(512, 50.0, 60.0)])])
 
 
 def test_a_ratio_of_other_times_names_them():

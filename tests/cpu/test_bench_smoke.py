@@ -23,6 +23,8 @@ def test_smoke(name, tmp_path):
         for way in (peer for other, peer in case["peers"].items() if other.startswith("ours-")):
             assert way["ok"], way
             assert way["aside"]
+        (asked,) = (each for each in load_suite(name).smoke_cases if each.id == case["id"])
+        assert case.get("goals", {}) == getattr(asked, "goals", {})
         if name in ("decode", "prefill", "mixed", "ratios"):
             assert case["ours"]["error_norm"] < 1e-5
             assert case["ours"]["torch_error_norm"] < 1e-5
@@ -92,6 +94,37 @@ def test_cases_are_well_named(name):
     assert all(identity.startswith(f"{name}/") for identity in ids)
     assert {f"{name}/{case}" for case in REQUIRED_IDS.get(name, "").split()} <= set(ids)
     assert suite.selected(quick=True)
+
+
+GOALS = {
+    "decode/B1-L8k": {"fa3": 0.79, "best": 0.99},
+    "decode/B1-L8k-warm": {"fa3": 0.70, "best": 0.99},
+    "decode/B1-L128k": {"floor_share": 0.93, "best": 0.99},
+    "decode/B8-L32k": {"floor_share": 0.975, "best": 0.99},
+    "decode/B16-L4k": {"floor_share": 0.88, "best": 0.99},
+    "decode/B64-L8k": {"floor_share": 0.985, "best": 0.99},
+    "decode/B256-L1k": {"floor_share": 0.955, "best": 0.99},
+    "decode/ragged256": {"floor_share": 0.97, "best": 0.99},
+    "decode/skew": {"floor_share": 0.945, "best": 0.99},
+    "decode/B64-L8k-interleaved": {"best": 0.99},
+    "host/attention-decode": {"us": 35},
+    "host/fill-B256-L1k": {"us": 60},
+    "vmm/extend-64GiB-64seg": {"memset": 1.15},
+    "zero/64MiB": {},
+    "zero/1GiB": {"memset": 1.0309, "torch-zero_": 0.8},
+    "zero/64x16MiB-in-8GiB": {"memset": 1.0309, "torch-zero_": 0.8},
+}
+
+
+@pytest.mark.parametrize("identity", GOALS)
+def test_goals(identity):
+    (case,) = (each for each in load_suite(identity.partition("/")[0]).cases if each.id == identity)
+    assert case.goals == GOALS[identity]
+
+
+def test_every_ratio_has_a_goal():
+    assert all(case.goal is not None for case in load_suite("ratios").cases)
+    assert all(case.goals["best"] == 0.99 for case in load_suite("decode").cases)
 
 
 @pytest.mark.parametrize(
