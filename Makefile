@@ -21,7 +21,7 @@ PYTEST := $(PY) -m pytest -q
 # In two processes, where pytest-xdist is there: one of them keeps one core busy.
 TWICE := $$($(PY) -c 'import importlib.util as u; print("-n 2" * bool(u.find_spec("xdist")))')
 
-.PHONY: demo test test-ranks test-nightly test-cpu test-interpret test-aot test-gpu test-matrix test-matrix-quick lint types clean
+.PHONY: demo test test-ranks test-nightly test-cpu test-interpret test-aot test-aot-all test-gpu test-matrix test-matrix-quick lint types clean
 
 demo: $(READY)
 	$(MODEL_ENV) $(PY) -m examples.engine $(ARGS)
@@ -46,6 +46,10 @@ test-interpret: $(READY)
 
 test-aot: $(READY)
 	$(PYTEST) $(TWICE) tests/aot
+
+# Every attention launch of every shape, not one of each configuration.
+test-aot-all: $(READY)
+	AOT=all $(PYTEST) $(TWICE) tests/aot/test_attention_aot.py
 
 test-gpu: $(READY)
 	$(MODEL_ENV) $(PYTEST) tests/gpu

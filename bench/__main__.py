@@ -144,8 +144,13 @@ def _run(asked: argparse.Namespace) -> int:
 
 
 def _tune(asked: argparse.Namespace) -> int:
+    import torch
+
     from bench.tune import tune
 
+    if not torch.cuda.is_available():
+        print("error: no CUDA device here: `bench tune` measures a GPU", file=sys.stderr)
+        return USAGE
     return OK if tune(asked.case, asked.out)["cases"] else USAGE
 
 

@@ -1,13 +1,15 @@
 """Measures launch choices of decode attention side by side: `python -m bench tune [--case PATTERN] [--out FILE]`.
 
 For each case of the decode suite every candidate choice is compiled (in several processes), checked against the
-reference, and timed in turn with the others. The record holds all of them; what is chosen by default comes first.
+reference, and timed in turn with the others. The record holds all of them; what is chosen by default comes first. Its
+`table` holds the fastest one of each case, as a row of `triton_kv.choices.DECODE_LOOPS`.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import json
+import math
 import multiprocessing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,7 +26,7 @@ from bench.rooflines import measure_rooflines
 from bench.session import Session
 from bench.suites.decode import SUITE
 from triton_kv.batch import Batch
-from triton_kv.choices import DecodeChoice, hardware_of
+from triton_kv.choices import DecodeChoice, hardware_of, kind_of_decode, lanes_of
 from triton_kv.decode import choice_of, decode_launches
 from triton_kv.layer import operands_of
 from triton_kv.scoring import Scoring
@@ -53,6 +55,51 @@ def candidates(case: AttentionCase, default: DecodeChoice, num_sms: int) -> list
         channels = min(channels, lanes)
         found.append(replace(default, join_parts=parts, join_channels=channels, join_warps=warps))
     return list(dict.fromkeys(found))
+
+
+def row_of(case: AttentionCase, choice: DecodeChoice, num_sms: int) -> tuple[int, int, int, float]:
+    """The loop of a choice as a row of `DECODE_LOOPS`: tokens a tile of 128 lanes, warps, stages, programs an SM.
+
+    Programs in quarters: the fewest that make so many chunks.
+    """
+    per_sm = math.ceil(4 * choice.num_chunks * case.num_kv_heads / num_sms) / 4
+    return choice.tile * lanes_of(case.head_dim) // 128, choice.num_warps, choice.num_stages, per_sm
+
+
+def fastest(case: AttentionCase, measured: list[dict[str, Any]], num_sms: int) -> dict[str, Any] | None:
+    """The fastest of a case's choices that was right, as an entry of the table; None if none was.
+
+    `measured` are the record's choices, what is chosen by default first. `of_default` is the fastest one's time over
+    that of the default, None where the default was wrong.
+    """
+    right = [entry for entry in measured if entry["ok"]]
+    if not right:
+        return None
+    best, default = min(right, key=lambda entry: entry["median_us"]), measured[0]
+    choice = DecodeChoice(**best["choice"])
+    lanes, itemsize_bytes = lanes_of(case.head_dim), case.torch_dtype.itemsize
+    return {
+        "id": case.id,
+        "kind": kind_of_decode(case.num_seqs, case.num_kv_heads, choice.rows, lanes, itemsize_bytes),
+        "row": row_of(case, choice, num_sms),
+        "join": (choice.join_parts, choice.join_channels, choice.join_warps),
+        "spreads_idle": choice.spreads_idle,
+        "median_us": best["median_us"],
+        "of_default": best["median_us"] / default["median_us"] if default["ok"] else None,
+    }
+
+
+def table_text(table: list[dict[str, Any]]) -> str:
+    """A line for each entry, entries of one row of `DECODE_LOOPS` together."""
+    lines = []
+    for entry in sorted(table, key=lambda entry: entry["kind"]):
+        tile, num_warps, num_stages, per_sm = entry["row"]
+        ratio = "the default was wrong" if entry["of_default"] is None else f"{entry['of_default']:.3f} of the default"
+        lines.append(
+            f'"{entry["kind"]}": ({tile}, {num_warps}, {num_stages}, {per_sm:g}),  # {entry["id"]}, {ratio}; join '
+            f"{'x'.join(map(str, entry['join']))}{', spread' if entry['spreads_idle'] else ''}"
+        )
+    return "\n".join(lines)
 
 
 def launches_of(inputs: AttentionInputs, index: int, choice: DecodeChoice) -> tuple[Any, Any]:
@@ -103,7 +150,12 @@ def _cases(pattern: str) -> list[AttentionCase]:
 
 
 def tune(pattern: str, out: Path | None) -> dict[str, Any]:
-    """Measures and returns the record; prints a line for each choice."""
+    """Measures and returns the record; prints a line for each choice, and the table.
+
+    Raises `KeyError` where no case matches the pattern.
+    """
+    if not _cases(pattern):
+        raise KeyError(f"no case matches {pattern!r}")
     session = Session(torch.device("cuda", 0))
     context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=_compile, args=(share, pattern)) for share in range(WORKERS)]
@@ -120,12 +172,18 @@ def tune(pattern: str, out: Path | None) -> dict[str, Any]:
         "env": environment,
         "rooflines": session.rooflines,
         "cases": [],
+        "table": [],
     }
+    num_sms = hardware_of(session.device).num_sms
     for case in _cases(pattern):
         record["cases"].append(_measure(session, case))
+        entry = fastest(case, record["cases"][-1]["choices"], num_sms)
+        if entry is not None:
+            record["table"].append(entry)
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"the fastest choices, as rows of DECODE_LOOPS:\n{table_text(record['table'])}", flush=True)
     return record
 
 

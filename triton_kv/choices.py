@@ -113,6 +113,30 @@ class DecodeChoice:
 
 # Tokens that leave one partial where a row's bits must not depend on its neighbours.
 INVARIANT_SPLIT_TOKENS = 2048
+# Kind of call to (tile, warps, stages, programs an SM). "few" and "many" are as measured on an H200 with 128 lanes
+# (`python -m bench tune`, which writes such rows); tiles of other heads hold as many bytes. The others are what fits.
+DECODE_LOOPS = {
+    "few": (64, 4, 3, 2),
+    "many": (32, 2, 3, 4),
+    "rows": (32, 4, 3, 2),
+    "rows_wide": (16, 8, 3, 1),
+    "widest": (16, 8, 2, 1),
+    "float32": (16, 4, 1, 2),
+}
+_MANY_SEQS = 64  # from so many on better balance is worth more partials, if each reads several KV heads
+
+
+def kind_of_decode(
+    num_seqs: int, num_kv_heads: int, rows: int, lanes: int, itemsize_bytes: int, *, batch_invariant: bool = False
+) -> str:
+    """The row of `DECODE_LOOPS` that is for `rows` (query token, query head) pairs a program, heads of `lanes`."""
+    if itemsize_bytes == 4:
+        return "float32"  # no tensor cores: correct, not tuned
+    if lanes > 256:
+        return "widest"
+    if rows > 16:
+        return "rows" if lanes <= 128 else "rows_wide"
+    return "many" if num_seqs >= _MANY_SEQS and num_kv_heads > 1 and not batch_invariant else "few"
 
 
 @lru_cache(maxsize=1024)
@@ -131,30 +155,27 @@ def choose_decode(
 ) -> DecodeChoice:
     """The choice for `num_seqs` sequences of at most `queries` query tokens, `group` query heads a KV head.
 
-    Measured on an H200 (`python -m bench tune`) for 16-bit types, head_dim 128: 64-token tiles, 4 warps, two programs
-    an SM with two tiles of 32 KiB in flight each; from 64 sequences of several KV heads on 32-token tiles, 2 warps,
-    four programs (better balanced, more partials). The grid is a whole number of resident programs an SM, rounded
-    down. Elsewhere tiles shrink until as many programs fit into shared memory. With `batch_invariant` what shapes the
-    arithmetic does not depend on `num_seqs`.
+    The loop is that of `DECODE_LOOPS`, fitted to the hardware. The grid is a whole number of resident programs an SM,
+    rounded down, and as many as fit into shared memory. With `batch_invariant` what shapes the arithmetic does not
+    depend on `num_seqs`.
     """
     lanes = max(lanes_of(head_dim), lanes_of(v_head_dim))
-    # 64 rows of a wide instruction of sm_100 would fill the registers.
-    most_rows = 32 if hardware.architecture in (100, 103) else 64
+    is_sm_100 = hardware.architecture in (100, 103)
+    most_rows = 32 if is_sm_100 else 64  # 64 rows of a wide instruction would fill the registers there
     rows = min(max(16, triton.next_power_of_2(group * queries)), most_rows)
     max_registers = hardware.all_registers
-    if itemsize_bytes == 4:  # no tensor cores: correct, not tuned
-        tile, num_warps, num_stages, per_sm, rows = 16, 4, 1, 2, 16
-    elif lanes > 256:
-        tile, num_warps, num_stages, per_sm = 16, 8, 2, 1
+    kind = kind_of_decode(num_seqs, num_kv_heads, rows, lanes, itemsize_bytes, batch_invariant=batch_invariant)
+    if is_sm_100 and kind == "many" and queries > 1:
+        kind = "few"  # two warps would have 8 bytes of stack (group 7, Triton 3.7.1)
+    tile, num_warps, num_stages, per_sm = DECODE_LOOPS[kind]
+    if kind in ("float32", "widest"):
         rows = 16
-    elif rows > 16:
-        tile, num_warps, num_stages, per_sm = (32, 4, 3, 2) if lanes <= 128 else (16, 8, 3, 1)
-    else:
-        many = num_seqs >= 64 and num_kv_heads > 1 and not batch_invariant
-        tile, num_warps, num_stages, per_sm = (32, 2, 3, 4) if many else (64, 4, 3, 2)
+    if kind in ("few", "many"):
         if hardware.shared_memory_bytes < 128 << 10 and tile == 64:
             tile = 32
-        tile = min(max(16, tile * 128 // lanes), 128 if lanes >= 64 else 64)  # small heads: scores fill the registers
+        # Scores of small heads fill the registers; on sm_100 those of 64 lanes too (8 bytes of stack, Triton 3.7.1).
+        most = 64 if lanes < 64 or (is_sm_100 and lanes == 64) else 128
+        tile = min(max(16, tile * 128 // lanes), most)
         if lanes >= 64 and hardware.architecture == 90:
             max_registers = None  # as measured
     if hardware.architecture == "hip":
@@ -462,6 +483,7 @@ def most_work_words(max_tokens: int, max_seqs: int, group: int, num_kv_heads: in
 
 
 __all__ = [
+    "DECODE_LOOPS",
     "HOPPER_CONSUMER_ROWS",
     "HOPPER_TRITONS",
     "INTERPRETER",
@@ -476,6 +498,7 @@ __all__ = [
     "choose_hopper",
     "choose_prefill",
     "hardware_of",
+    "kind_of_decode",
     "lanes_of",
     "most_work_words",
     "reads_scalar_ids",

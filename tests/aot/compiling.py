@@ -160,13 +160,13 @@ def per_target(name: str, build: Callable[[Target], Launch], *, quick: bool = Fa
     ]
 
 
-def assert_fits(compiled: Compiled) -> None:
-    """No stack, no spills, and not more shared memory than a program may have."""
+def assert_fits(compiled: Compiled, *, stack_bytes: int = 0) -> None:
+    """No more stack than `stack_bytes`, no spills, and not more shared memory than a program may have."""
     target = compiled.target
     limit = target.shared_limit_bytes
     assert compiled.shared_bytes <= limit, f"{compiled.shared_bytes} bytes of shared memory, {target} has {limit}"
     if target.is_cuda:
-        assert compiled.resources["STACK"] == 0, f"spills or a stack: {compiled.resources}"
+        assert compiled.resources["STACK"] <= stack_bytes, f"spills or a stack: {compiled.resources}"
         assert compiled.resources["LOCAL"] == 0, f"local memory: {compiled.resources}"
     else:
         assert compiled.vector_spills == 0, f"{compiled.vector_spills} spilled registers"

@@ -23,7 +23,16 @@ from tests.attention_cases import (
     shape_operands,
 )
 from triton_kv.batch import Batch
-from triton_kv.choices import DecodeChoice, Hardware, PrefillChoice, choose_decode, choose_prefill, hardware_of
+from triton_kv.choices import (
+    DECODE_LOOPS,
+    DecodeChoice,
+    Hardware,
+    PrefillChoice,
+    choose_decode,
+    choose_prefill,
+    hardware_of,
+    kind_of_decode,
+)
 from triton_kv.copy_engine import boxes, refuse_cache
 from triton_kv.decode import decode_launches, partial_elements, spreading_step
 from triton_kv.layer import operands_of
@@ -104,6 +113,35 @@ def test_programs_of_idle_chunks_are_spread_in_the_cases_for_it(name):
     per_chunk = -(-num_tiles // arguments["NUM_CHUNKS"])
     assert arguments["STEP"] > 1
     assert num_tiles <= per_chunk * (arguments["NUM_CHUNKS"] - 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        pytest.param((63, 8, 16, 128, 2), "few", id="few"),
+        pytest.param((64, 8, 16, 128, 2), "many", id="many"),
+        pytest.param((64, 1, 16, 128, 2), "few", id="one_kv_head"),
+        pytest.param((64, 8, 32, 128, 2), "rows", id="rows"),
+        pytest.param((1, 8, 32, 256, 2), "rows_wide", id="rows_wide"),
+        pytest.param((64, 8, 64, 512, 2), "widest", id="widest"),
+        pytest.param((64, 8, 64, 512, 4), "float32", id="float32"),
+    ],
+)
+def test_kinds_of_decode_are_rows_of_the_table(arguments, kind):
+    assert kind_of_decode(*arguments) == kind
+    assert kind in DECODE_LOOPS
+    assert kind_of_decode(*arguments, batch_invariant=True) == ("few" if kind == "many" else kind)
+
+
+@pytest.mark.parametrize("architecture", [90, 100, 103, 120])
+def test_what_would_not_fit_into_the_registers_of_sm_100(architecture):
+    """Tiles of 128 tokens of 64 lanes, and two warps over several query tokens of many sequences."""
+    hardware, is_sm_100 = Hardware(148, architecture), architecture in (100, 103)
+    small = choose_decode(1, 8, 4, 64, 64, 64, 2, hardware)
+    assert small.tile == (64 if is_sm_100 or architecture == 120 else 128)
+    several = choose_decode(2000, 4, 7, 128, 128, 16, 2, hardware, queries=2)
+    assert several.num_warps == (4 if is_sm_100 else 2)
+    assert choose_decode(2000, 4, 7, 128, 128, 16, 2, hardware).num_warps == 2
 
 
 def test_the_interpreter_gets_small_grids_and_no_pdl():
