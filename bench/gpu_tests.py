@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,19 @@ def run_pytest(
     if prefix:
         run["command"] = " ".join([*prefix, run["command"]])
         run["summaries"] = sorted({line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line})
-        print(done.stdout[-2000:])
+        run["errors"] = errors_of(done.stdout)
+        print(done.stdout[-2000:], *run["errors"].items(), sep="\n")
     return run
+
+
+def errors_of(report: str) -> dict[str, int]:
+    """The sanitizer's errors by their headlines, each with its number: the lines that follow each are indented more."""
+    counted: Counter[str] = Counter()
+    for line in report.splitlines():
+        text = line.removeprefix("========= ")
+        if text != line and text[:1].isalpha() and not text.startswith(("COMPUTE-SANITIZER", "ERROR SUMMARY")):
+            counted[text.partition(" at ")[0]] += 1
+    return dict(counted.most_common(20))
 
 
 def run_again(record: dict[str, Any], more: list[str]) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from .model import Llama
 from .tokenizer import ChatTokenizer
 
 PROMPTS = (
-    "What is the capital of France?",
+    "Name the capital of France.",
     "Explain in three sentences why the sky is blue.",
     "Write a short poem about a library that never closes, and about the person who sweeps its floor at night.",
     "Here is a note from an engineer. 'We had to choose the size of our cache before we recorded the work of the GPU, "

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.gpu_tests import run_again, run_pytest
+from bench.gpu_tests import errors_of, run_again, run_pytest
 from bench.provenance import source_id
 
 TESTS = """
@@ -42,3 +42,21 @@ def test_running_again_runs_what_failed_and_keeps_the_rest(monkeypatch):
     assert ran == ["tests/gpu/test_x.py::test_a[1]"]
     assert runs[0] == {"outcomes": {"tests.gpu.test_x::test_b": "passed"}, "exit_code": 0}
     assert len(runs) == 2
+
+
+def test_the_sanitizers_errors_are_counted_by_headline():
+    report = """
+========= COMPUTE-SANITIZER
+========= Invalid __global__ read of size 2 bytes
+=========     at decode_kernel+0x120
+=========     Host Frame: main
+========= Program hit CUDA_ERROR_INVALID_VALUE (error 1) due to "invalid argument" on CUDA API call to cuFoo.
+=========     Saved host backtrace up to driver entry point at error
+========= Program hit CUDA_ERROR_INVALID_VALUE (error 1) due to "invalid argument" on CUDA API call to cuFoo.
+===== test output =========
+========= ERROR SUMMARY: 3 errors
+"""
+    assert errors_of(report) == {
+        'Program hit CUDA_ERROR_INVALID_VALUE (error 1) due to "invalid argument" on CUDA API call to cuFoo.': 2,
+        "Invalid __global__ read of size 2 bytes": 1,
+    }

@@ -135,7 +135,8 @@ def test_the_answer_makes_sense(model):
     engine = Engine(tkv.open_memory("cuda"), EngineOptions(max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, shuffle_seed=0))
     try:
         engine.start(model)
-        (output,) = engine.generate([tokenizer.encode_chat("What is the capital of France?")], 16)
+        # One whose answer is not a near tie of two first words, as "What is ...?" is for this model in bf16.
+        (output,) = engine.generate([tokenizer.encode_chat("Name the capital of France.")], 16)
     finally:
         engine.close()
     assert "Paris" in tokenizer.decode(output)
