@@ -24,7 +24,9 @@ from bench.provenance import provenance, source_id
 
 ROOT = Path(__file__).parents[1]
 TESTS = ["tests/gpu"]
-SANITIZER = ("compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "99")
+# Not what libraries ask the driver for and handle: cuda-python looks up functions that older drivers lack.
+SANITIZER = ("compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no")
+SANITIZER += ("--target-processes", "all", "--error-exitcode", "99")
 
 
 def run_pytest(

@@ -338,7 +338,11 @@ def test_offsets_beyond_31_bits():
 
 
 def test_what_changes_from_step_to_step_compiles_nothing():
-    cases = [decode("a", *range(20, 35), **MODEL), decode("b", *range(1, 12), **MODEL), decode("c", 5000, **MODEL)]
+    cases = [
+        decode("a", *range(20, 35), **MODEL),
+        decode("b", *range(1, 12), **MODEL),
+        decode("c", 5000, 1, 9, **MODEL),
+    ]
     tensors = [make_tensors(case, "cuda") for case in cases]
     attend(tensors[0])
     with count_compilations() as compiled:
