@@ -24,9 +24,12 @@ from bench.provenance import provenance, source_id
 
 ROOT = Path(__file__).parents[1]
 TESTS = ["tests/gpu"]
-# Not what libraries ask the driver for and handle: cuda-python looks up functions that older drivers lack.
-SANITIZER = ("compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no")
-SANITIZER += ("--target-processes", "all", "--error-exitcode", "99")
+SANITIZER = (
+    *("compute-sanitizer", "--tool", "memcheck"),
+    # Not what libraries ask the driver for and handle: cuda-python looks up functions that older drivers lack.
+    *("--report-api-errors", "no"),
+    *("--target-processes", "all", "--error-exitcode", "99"),
+)
 
 
 def run_pytest(
