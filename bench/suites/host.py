@@ -182,8 +182,8 @@ SUITE = Suite(
         HostCase("host/extend-nothing", "extend", num_seqs=2, seq_len=20),
     ),
     run=run,
-    case_s=1.0,
-    quick_case_s=1.0,
+    case_s=2.0,
+    quick_case_s=2.0,
     setup_s=20.0,
     modules=modules_for,
 )
