@@ -183,7 +183,7 @@ SUITE = Suite(
     ),
     run=run,
     case_s=2.0,
-    quick_case_s=2.0,
+    quick_case_s=1.5,
     setup_s=20.0,
     modules=modules_for,
 )
