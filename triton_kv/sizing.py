@@ -87,9 +87,8 @@ class LegacyGuess:
     mapped_bytes: int
     estimate_bytes: int  # for graphs and workspaces
     graph_bytes: int  # what they took in truth
-    gained_blocks: int = (
-        0  # of the plan that it stands beside, before ranks agreed on less; negative: the guess has more
-    )
+    # Of the plan beside it, before ranks agreed on less; negative where the guess has more.
+    gained_blocks: int = 0
     gained_bytes: int = 0
 
     @property
