@@ -29,7 +29,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Compile the selected jobs in several processes first; the tests then find them in Triton's disk cache."""
+    """Compile the selected jobs in several processes first; the tests then find them in Triton's disk cache.
+
+    Not under pytest-xdist, whose workers are several processes already.
+    """
+    if hasattr(session.config, "workerinput") or session.config.getoption("numprocesses", None):
+        return
     jobs = [item for item in session.items if HERE in item.path.parents and "job" in getattr(item, "fixturenames", ())]
     if PART is not None:
         part, num_parts = map(int, PART.split("/"))
