@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Upload:
     """One host buffer and its copies to a device tensor.
 
-    The copy and its event go straight to the driver: through torch, whose allocator keeps an event of its own for each
-    copy, they take longer than packing a step does (docs/decode.md, host cost).
+    The copy and its event go straight to the driver. Torch's allocator would keep an event of its own for each copy,
+    and that is host time in every step (`python -m bench run host`).
 
     Args:
         target: int32 `[num_words]`, contiguous. On a CPU it is the host buffer too, and nothing is copied.

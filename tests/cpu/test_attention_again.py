@@ -10,6 +10,7 @@ import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tests.cpu.test_launch_cache import Launcher
 from triton_kv import AttentionMetadata, AttentionPlan, attention, compiled_launch, launch, paged_attention, plan
 from triton_kv.choices import Hardware
 from triton_kv.compiled_launch import is_descriptor
@@ -34,19 +35,6 @@ def told(argument):
         layout = getattr(argument, "layout", None)
         return argument.base.data_ptr(), argument.shape, argument.strides, argument.block_shape, layout
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
-
-
-class Launcher:
-    """Stands for Triton's launcher, where one is known. These tests launch by the runner, for want of a stream."""
-
-    def __init__(self, compiled, grid):
-        self.parameters = compiled.parameters
-
-    def expand(self, name, descriptor):
-        return [descriptor.base.data_ptr()]
-
-    def takes(self, arguments, values, maps):
-        return True
 
 
 class Calls(list):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import triton_kv as tkv
+from tests.cpu.test_configs import CODESTRAL_MAMBA
 from triton_kv.cli import main
 from triton_kv.description import block_takers, tokens_of_one_sequence
 from triton_kv.picture import pieces_of
@@ -114,19 +115,6 @@ def test_plan_where_nothing_fits(config, capsys):
 )
 def test_sizes(text, num_bytes):
     assert parse_bytes(text) == num_bytes
-
-
-CODESTRAL_MAMBA = {
-    "model_type": "mamba2",
-    "num_hidden_layers": 64,
-    "hidden_size": 4096,
-    "num_heads": 128,
-    "head_dim": 64,
-    "state_size": 128,
-    "n_groups": 8,
-    "conv_kernel": 4,
-    "torch_dtype": "bfloat16",
-}
 
 
 def test_plan_of_states_counts_sequences_of_any_length(tmp_path, capsys):
